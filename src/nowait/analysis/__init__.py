@@ -1,0 +1,1 @@
+"""From finished runs to figures, tables and the report; imports no torch."""

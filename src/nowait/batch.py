@@ -1,0 +1,222 @@
+"""What crosses a boundary between workers: numpy columns, numbers and strings, never tensors.
+
+Shape legend: S sequences of a batch (requests x n samples), T longest response, P longest prompt, N tokens of one decode round.
+Response-aligned arrays [S, T] hold no prompt; index t is the token it describes; nothing is rolled. Padding has version -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+RUNNING, STOP, LENGTH = 0, 1, 2  # finish reasons, set by the sampler and never inferred from padding
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with n samples; admitted, finished, scored, trained and deferred whole.
+
+    `id` is a running number that is never reused (it keys the random numbers), `row` the row of the data set.
+    """
+
+    id: int
+    prompt: np.ndarray  # int32 [P]
+    n: int
+    max_new_tokens: int
+    row: int = 0
+
+    @property
+    def sequences(self) -> range:
+        """Sequence ids of the samples: request id * n + sample."""
+        return range(self.id * self.n, (self.id + 1) * self.n)
+
+
+@dataclass
+class Segments:
+    """One decode round in columns: sequence i produced token[offset[i]:offset[i+1]] under weights `version`."""
+
+    sequence: np.ndarray  # int64 [n]
+    offset: np.ndarray  # int64 [n + 1]
+    token: np.ndarray  # int32 [N]
+    logp_behav: np.ndarray  # float32 [N]
+    finish: np.ndarray  # uint8 [n]
+    version: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A published snapshot; `payload` is opened by workers only (tensors, a safetensors path, an object reference)."""
+
+    version: int
+    payload: object = field(repr=False)
+
+
+@dataclass
+class Batch:
+    """A training batch of S complete sequences; `step` is the learner's version during this update."""
+
+    step: int
+    sequence: np.ndarray  # int64 [S]
+    group: np.ndarray  # int64 [S]: request id
+    prompt: np.ndarray  # int32 [S, P], right-padded
+    prompt_length: np.ndarray  # int32 [S]
+    token: np.ndarray  # int32 [S, T]
+    length: np.ndarray  # int32 [S]
+    logp_behav: np.ndarray  # float32 [S, T]
+    version: np.ndarray  # int32 [S, T], -1 on padding
+    finish: np.ndarray  # uint8 [S]
+    reward: np.ndarray  # float32 [S]
+    keep: np.ndarray  # bool [S]: False drops the sequence from the loss (its grader failed)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [S, T]: response tokens that enter the loss."""
+        return (np.arange(self.token.shape[1]) < self.length[:, None]) & self.keep[:, None]
+
+    def rows(self, index: np.ndarray) -> Batch:
+        """The sequences `index`, with padding trimmed to the longest of them."""
+        longest, widest = int(self.length[index].max(initial=1)), int(self.prompt_length[index].max(initial=1))
+        cut = {"token": longest, "logp_behav": longest, "version": longest, "prompt": widest}
+        columns = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "step"}
+        return replace(self, **{k: v[:, : cut[k]] if k in cut else v for k, v in columns.items()})
+
+
+def pad(rows: list[np.ndarray], fill, dtype) -> np.ndarray:
+    """Right-pad 1-D arrays to one [len(rows), longest] array (at least one column)."""
+    out = np.full((len(rows), max([1, *map(len, rows)])), fill, dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+@dataclass
+class _Sequence:
+    token: list = field(default_factory=list)  # one array per round
+    logp: list = field(default_factory=list)
+    version: list = field(default_factory=list)
+    finish: int = RUNNING
+
+
+class Rollouts:
+    """Driver-side record of the requests in flight (n samples each): joins the rounds' segments and assembles batches."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.requests: dict[int, Request] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._oldest: dict[int, int] = {}  # request -> version of its first token
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def admit(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.id in self.requests:
+                raise ValueError(f"request {request.id} was admitted twice")
+            self.requests[request.id] = request
+            self._sequences.update((s, _Sequence()) for s in request.sequences)
+
+    def add(self, segments: Segments) -> list[int]:
+        """Append a round; returns the ids of the requests that it completed, in submission order."""
+        for i, sid in enumerate(segments.sequence.tolist()):
+            sequence, span = self._sequences[sid], slice(segments.offset[i], segments.offset[i + 1])
+            if sequence.finish != RUNNING:
+                raise ValueError(f"sequence {sid} had finished and got more tokens")
+            sequence.token.append(segments.token[span])
+            sequence.logp.append(segments.logp_behav[span])
+            sequence.version.append(np.full(span.stop - span.start, segments.version, np.int32))
+            sequence.finish = int(segments.finish[i])
+            self._oldest.setdefault(sid // self.n, segments.version)  # versions only grow
+        touched = {sid // self.n for sid in segments.sequence.tolist()}
+        return sorted(r for r in touched if self.complete(r))
+
+    def complete(self, request: int) -> bool:
+        return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)
+
+    def older_than(self, version: int) -> list[int]:
+        """Requests whose oldest token was sampled before `version`, in submission order."""
+        return sorted(r for r, oldest in self._oldest.items() if oldest < version)
+
+    def tokens(self) -> int:
+        """Response tokens held: generated and not yet taken for training."""
+        return sum(len(part) for s in self._sequences.values() for part in s.token)
+
+    def take(self, requests: list[int], step: int) -> Batch:
+        """Remove complete requests and return them as the batch of training step `step`, rewards still to be filled in."""
+        sids = [s for r in requests for s in self.requests[r].sequences]
+        owners = [self.requests[s // self.n] for s in sids]
+        done = [self._sequences.pop(s) for s in sids]
+        for r in requests:
+            del self.requests[r], self._oldest[r]
+        token = [np.concatenate(s.token) for s in done]
+        return Batch(
+            step=step,
+            sequence=np.array(sids, np.int64),
+            group=np.array([o.id for o in owners], np.int64),
+            prompt=pad([o.prompt for o in owners], 0, np.int32),
+            prompt_length=np.array([len(o.prompt) for o in owners], np.int32),
+            token=pad(token, 0, np.int32),
+            length=np.array([len(t) for t in token], np.int32),
+            logp_behav=pad([np.concatenate(s.logp) for s in done], 0.0, np.float32),
+            version=pad([np.concatenate(s.version) for s in done], -1, np.int32),
+            finish=np.array([s.finish for s in done], np.uint8),
+            reward=np.zeros(len(sids), np.float32),
+            keep=np.ones(len(sids), bool),
+        )
+
+    def drop(self, requests: list[int]) -> None:
+        for r in requests:
+            for s in self.requests.pop(r).sequences:
+                del self._sequences[s]
+            self._oldest.pop(r, None)
+
+    def get_state(self) -> dict:
+        requests, ids = list(self.requests.values()), list(self._sequences)
+        lengths = [sum(map(len, s.token)) for s in self._sequences.values()]
+
+        def joined(name: str, dtype) -> np.ndarray:
+            return np.concatenate([np.empty(0, dtype), *(part for s in self._sequences.values() for part in getattr(s, name))]).astype(dtype)
+
+        return {
+            "requests": pack_requests(requests),
+            "sequence": np.array(ids, np.int64),
+            "offset": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            "finish": np.array([s.finish for s in self._sequences.values()], np.uint8),
+            "token": joined("token", np.int32),
+            "logp": joined("logp", np.float32),
+            "version": joined("version", np.int32),
+        }
+
+    def set_state(self, state: dict) -> None:
+        self.__init__(self.n)
+        self.admit(unpack_requests(state["requests"]))
+        for i, sid in enumerate(state["sequence"].tolist()):
+            span = slice(state["offset"][i], state["offset"][i + 1])
+            if span.start == span.stop:
+                continue
+            sequence = self._sequences[sid]
+            sequence.token, sequence.logp, sequence.version = ([state[k][span]] for k in ("token", "logp", "version"))
+            sequence.finish = int(state["finish"][i])
+            self._oldest[sid // self.n] = min(int(state["version"][span.start]), self._oldest.get(sid // self.n, np.iinfo(np.int32).max))
+
+
+def pack_requests(requests: list[Request]) -> dict:
+    """Requests as arrays, for a checkpoint."""
+    return {
+        "id": np.array([r.id for r in requests], np.int64),
+        "prompt": pad([r.prompt for r in requests], 0, np.int32),
+        "prompt_length": np.array([len(r.prompt) for r in requests], np.int32),
+        "n": np.array([r.n for r in requests], np.int32),
+        "max_new_tokens": np.array([r.max_new_tokens for r in requests], np.int32),
+        "row": np.array([r.row for r in requests], np.int64),
+    }
+
+
+def unpack_requests(state: dict) -> list[Request]:
+    """Inverse of `pack_requests`."""
+    columns = zip(*(state[k] for k in ("id", "prompt", "prompt_length", "n", "max_new_tokens", "row")), strict=True)
+    return [Request(int(i), np.asarray(p[:length], np.int32), int(n), int(m), int(row)) for i, p, length, n, m, row in columns]

@@ -1,0 +1,365 @@
+"""Typed experiment settings. One YAML file per paper setup holds the paper's scale and a `scales:` block that overrides it.
+
+Every field states its unit; sources of the values stand as comments in the YAML files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+AboveZero = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Model(BaseModel):
+    """Base of all sections: unknown keys, infinities and NaN are errors, numbers are never read from strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class TaskConfig(Model):
+    name: str = "arithmetic"  # embedded task, or module:function
+    options: dict[str, float | int | str | bool] = {}  # parameters of the task, checked by the task itself
+
+
+class ModelConfig(Model):
+    path: str = "asset:policy_small"  # hub name, folder, or asset:<name> for a checkpoint that ships with the package
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+
+
+class SamplerConfig(Model):
+    slots: Positive = 128  # sequences decoded together
+    chunk: Positive = 8  # tokens per decode round and sequence
+    temperature: AboveZero = 1.0  # the same temperature scales logp_theta
+    top_p: float = 1.0  # training refuses anything but 1.0
+    top_k: int = 0  # training refuses anything but 0 (off)
+    max_prompt_tokens: Positive = 128  # longer prompts are an error
+    max_new_tokens: Positive = 96  # longest response, in tokens
+
+
+class LearnerConfig(Model):
+    lr: NonNegative = 1e-4  # Adam step size, constant after warm-up
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # training steps of linear warm-up from 0
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)  # Adam; a list in YAML
+    eps: AboveZero = 1e-8  # Adam
+    weight_decay: NonNegative = 0.0  # decoupled (AdamW), per unit of lr
+    grad_clip: AboveZero = 1.0  # maximum global gradient norm
+    epochs: Positive = 1  # passes over the batch per training step
+    minibatches: Positive = 2  # optimiser steps per epoch
+    micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass
+    logp_chunk_tokens: Positive = 2048  # response tokens whose vocabulary logits exist at once
+
+
+class AlgorithmConfig(Model):
+    anchor: Literal["recompute", "loglinear", "linear", "behave", "reuse", "ppo", "diagnostic"] = "loglinear"
+    fresh: Literal["behave", "theta"] = "behave"  # anchor of tokens with staleness 0: alpha 1 (figures) or 0 (v3 text)
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # r is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: AboveZero = 0.2
+    behav_weight_cap: AboveZero | None = 5.0  # C on rho = prox/behav; None: no cap
+    cap_mode: Literal["mask", "clamp"] = "mask"  # mask: tokens above C leave the loss; clamp: rho = min(rho, C)
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # c > 1: lower bound -c*A for negative advantages
+    advantage_std: bool = True  # divide group-relative rewards by the group's standard deviation
+    advantage_whiten: bool = True  # then normalise over the batch's tokens
+
+
+class ScheduleConfig(Model):
+    kind: Literal["synchronous", "colocated", "asynchronous"] = "asynchronous"
+    steps: Positive = 100  # training steps
+    batch_size: Positive = 16  # requests (prompts) per training step
+    group_size: Positive = 8  # samples per request
+    max_staleness: Annotated[int, Field(ge=0)] = 4  # eta, in training steps; 0 is synchronous
+    max_concurrent: Positive | None = None  # requests in flight at the sampler; None: as many as its slots hold
+    order: Literal["strict", "completion"] = "strict"  # strict: every token has d <= eta
+    eval_every: Annotated[int, Field(ge=0)] = 0  # training steps between evaluations; 0: never
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0  # training steps between checkpoints; 0: never
+
+
+class EvaluationConfig(Model):
+    prompts: Positive = 512  # fixed held-out prompts
+    samples: Positive = 4  # responses per prompt at every evaluation
+    temperature: AboveZero = 1.0
+    max_new_tokens: Positive = 96
+    benchmarks: dict[str, TaskConfig] = {}  # further held-out sets, evaluated before the first and after the last step
+
+
+class CostConfig(Model):
+    """Seconds of the model clock for a real training, linear in tokens. Virtual: they order events, nothing more."""
+
+    decode_step: NonNegative = 0.003  # per decode step, whatever the number of rows
+    decode_token: NonNegative = 2.5e-5  # per generated token
+    prefill_token: NonNegative = 1.0e-5  # per token prefilled, on admission or after new weights
+    forward_token: NonNegative = 2.0e-5  # per prompt or response token of a log-prob forward
+    update_token: NonNegative = 8.0e-5  # per prompt or response token of an update, all epochs
+    charge_forward: bool = False  # False: every anchor sees one timing, so that only the anchor differs
+
+
+class RuntimeConfig(Model):
+    executor: Literal["inline", "process"] = "inline"
+    clock: Literal["wall", "model", "measured"] = "model"
+    threads: Positive = 1  # torch threads per worker
+    placement: dict[str, list[Literal["sampler", "learner"]]] = {"a": ["sampler"], "b": ["learner"]}
+    costs: CostConfig = CostConfig()
+
+
+class Experiment(Model):
+    """A resolved experiment: what `runs.run` needs beside a seed."""
+
+    name: str  # e.g. a3po/setup1
+    title: str = ""  # for figures, e.g. "0.15 M Qwen2 on chains of additions"
+    scale: str = "paper"
+    method: str = "loglinear"  # a key of METHODS
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Experiment:
+        if problems := conflicts(self):
+            raise ConfigError(problems)
+        return self
+
+
+# What each method of the A-3PO comparison changes; everything else is equal by construction.
+METHODS: dict[str, dict[str, object]] = {
+    "sync": {"schedule.kind": "synchronous", "schedule.max_staleness": 0, "algorithm.anchor": "behave"},
+    "sync_colocated": {
+        "schedule.kind": "colocated",
+        "schedule.max_staleness": 0,
+        "algorithm.anchor": "behave",
+        "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
+    },
+    "recompute": {"algorithm.anchor": "recompute"},
+    "loglinear": {"algorithm.anchor": "loglinear", "algorithm.fresh": "behave"},
+    "loglinear_theta": {"algorithm.anchor": "loglinear", "algorithm.fresh": "theta"},
+    "linear": {"algorithm.anchor": "linear"},
+    "behave": {"algorithm.anchor": "behave"},
+    "reuse": {"algorithm.anchor": "reuse", "learner.minibatches": 1},
+    "diagnostic": {"algorithm.anchor": "diagnostic"},
+}
+
+
+def conflicts(x: Experiment) -> list[Problem]:
+    """Settings that are each valid and cannot be run together."""
+    slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
+    group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
+    full = "the learner scores tokens under the full softmax, so training samples from it"
+    one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
+    rules = [
+        (x.method not in METHODS, "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
+        (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
+        (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
+        (group < 2, "schedule.group_size", "the group-relative reward of a single sample is always 0", "choose at least 2"),
+        (group > slots, "schedule.group_size", f"{group} samples of a request exceed the sampler's {slots} slots", "lower it or raise sampler.slots"),
+        (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
+        (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        *_schedule_rules(x),
+    ]
+    return [Problem(*rest) for broken, *rest in rules if broken]
+
+
+def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
+    """(broken, key, what, remedy) of what each kind of schedule needs."""
+    kind, eta, anchor = x.schedule.kind, x.schedule.max_staleness, x.algorithm.anchor
+    devices, both = [sorted(workers) for workers in x.runtime.placement.values()], ["learner", "sampler"]
+    if kind == "colocated":
+        placed, wanted = devices == [both, both], "{a: [sampler, learner], b: [sampler, learner]}"
+    else:
+        placed, wanted = sorted(sum(devices, [])) == both, "{a: [sampler], b: [learner]}"
+    placement = (not placed, "runtime.placement", f"{kind} training cannot run on {x.runtime.placement}", f"set {wanted}")
+    if kind == "asynchronous":
+        return [placement]
+    interpolated = f"{anchor} interpolates by staleness, which is 0 in {kind} training"
+    return [
+        (eta > 0, "schedule.max_staleness", f"{kind} training has no stale tokens, so it cannot be {eta}", "set 0, or schedule.kind=asynchronous"),
+        (anchor in ("loglinear", "linear"), "algorithm.anchor", interpolated, "take behave (as method sync does), recompute, reuse or ppo"),
+        placement,
+    ]
+
+
+def _keys(model: type[Model], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields that are not sections."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Model):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+KEYS = tuple(_keys(Experiment))
+
+
+def _choose(group: str, blocks: Any, name: str, file: Path) -> dict[str, Any]:
+    """Block `name` of the file's `scales` or `variants`."""
+    if isinstance(blocks, dict) and isinstance(blocks.get(name), dict):
+        return blocks[name]
+    known = [*(["paper"] if group == "scales" else []), *(blocks if isinstance(blocks, dict) else [])]
+    raise ConfigError([Problem(group, f"{name!r} is not one of this file's {group}", f"choose from: {', '.join(known) or 'none'}")], file)
+
+
+def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides: Iterable[str], method: str | None, variant: str | None) -> Layers:
+    base = {key: value for key, value in document.items() if key not in ("scales", "variants")}
+    scales, variants = document.get("scales", {}), document.get("variants", {})
+    if "scale" in base and scale not in (None, base["scale"]):
+        raise ConfigError([Problem("scale", f"this file is already resolved at {base['scale']!r}", f"drop scale={scale!r} or load its source")], file)
+    scale = scale or base.get("scale") or ("cpu" if scales else "paper")
+    layers = Layers(KEYS)
+    layers.merge(base, "")
+    if variant is not None:
+        layers.merge(_choose("variants", variants, variant, file), f"variants.{variant}")
+    if "scale" not in base and scale != "paper":
+        layers.merge(_choose("scales", scales, scale, file), f"scales.{scale}")
+    layers.data["scale"] = scale
+    if method is not None:
+        if method not in METHODS:
+            raise ConfigError([Problem("method", f"unknown method {method!r}", f"choose one of {', '.join(METHODS)}")], file)
+        for key, value in {**METHODS[method], "method": method}.items():
+            layers.set(key, value, f"method {method}")
+    for key, value in parse_overrides(overrides, file):
+        if key in ("scale", "method"):
+            raise ConfigError([Problem(key, "selects settings and cannot be overridden", f"ask load, or the command line, for {key} {value}")], file)
+        layers.set(key, value, "override")
+    return layers
+
+
+def load(
+    path: str | Path,
+    scale: str | None = None,
+    overrides: Iterable[str] | None = None,
+    method: str | None = None,
+    variant: str | None = None,
+) -> Experiment:
+    """The experiment of a YAML file or shipped config (`a3po/setup1`), resolved: base <- variant <- scale <- METHODS[method] <- overrides.
+
+    scale: a key of the file's `scales`, by default `cpu`; `paper` is the file's own setting. overrides: `["learner.lr=1e-4", ...]`.
+    Raises ConfigError, with file, key and remedy, for anything that cannot be run. Tasks that a later version brings pass at scale `paper`.
+    """
+    file = find(path)
+    layers = _resolve(read(file), file, scale, overrides or (), method, variant)
+    try:
+        experiment = Experiment.model_validate(layers.data)
+    except ValidationError as error:
+        raise ConfigError(map(layers.located, _explain(error, layers.data)), file) from None
+    if problems := list(_task_problems(experiment)):
+        raise ConfigError(map(layers.located, problems), file)
+    return experiment
+
+
+REMEDIES = {  # by pydantic's error type
+    "missing": "add what is missing",
+    "greater_than": "choose a value > {gt:g}",
+    "greater_than_equal": "choose a value >= {ge:g}",
+    "less_than": "choose a value < {lt:g}",
+    "less_than_equal": "choose a value <= {le:g}",
+    "finite_number": "choose a finite number",
+    "literal_error": "choose one of {expected}",
+    "float_type": "write a number, without quotes",
+    "int_type": "write a whole number, without quotes",
+    "bool_type": "write true or false",
+    "string_type": "write text, in quotes if it looks like a number",
+    "list_type": "write a list",
+    "tuple_type": "write a list",
+    "dict_type": "write `key: value` lines",
+    "model_type": "write `key: value` lines",
+}
+
+
+def _explain(error: ValidationError, data: Any, prefix: str = "") -> list[Problem]:
+    """The problems that pydantic found in `data`; the several complaints about a value of a union type become one."""
+    remedies: dict[tuple[str, str], list[str]] = {}
+    for entry in error.errors(include_url=False):
+        for key, what, remedy in _explain_entry(entry, data):
+            remedies.setdefault((prefix + key, what), []).append(remedy)
+    return [Problem(key, what, " or ".join(dict.fromkeys(several))) for (key, what), several in remedies.items()]
+
+
+def _explain_entry(error: Mapping[str, Any], data: Any) -> list[Problem]:
+    context = error.get("ctx", {})
+    if isinstance(context.get("error"), ConfigError):
+        return list(context["error"].problems)
+    kind, parts = error["type"], []
+    for part in error["loc"]:
+        if not isinstance(data, dict) or (part not in data and kind != "missing"):
+            break  # an index, or the member of a union
+        parts.append(str(part))
+        data = data.get(part)
+    key = ".".join(parts)
+    if kind == "extra_forbidden":
+        return [Problem(key, "unknown key", _suggest(key))]
+    what = "no value" if kind == "missing" and data is None else f"got {data!r}"
+    return [Problem(key, what, REMEDIES.get(kind, error["msg"]).format(**context))]
+
+
+def _suggest(key: str) -> str:
+    """The key that was probably meant: of the same section, else of the same name elsewhere."""
+    section, _, name = key.rpartition(".")
+    inside = [known.removeprefix(section + ".") if section else known for known in KEYS if not section or known.startswith(section + ".")]
+    siblings = list(dict.fromkeys([rest.split(".")[0] for rest in inside] + ([] if section else ["scales", "variants"])))
+    if close := get_close_matches(name, siblings, 1):
+        return f"did you mean {section + '.' if section else ''}{close[0]}?"
+    names = [known.rpartition(".")[2] for known in KEYS]
+    if close := get_close_matches(name, names, 1, cutoff=0.8):
+        return f"did you mean {' or '.join(known for known in KEYS if known.rpartition('.')[2] == close[0])}?"
+    return f"known here: {', '.join(siblings)}" if siblings else "remove it"
+
+
+def _task_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Names and options of the task and the benchmarks, judged by the tasks themselves."""
+    from nowait import tasks  # which imports this module
+
+    named = {"task": experiment.task, **{f"evaluation.benchmarks.{name}": task for name, task in experiment.evaluation.benchmarks.items()}}
+    for key, task in named.items():
+        if task.name not in tasks.BUILT_IN:
+            if ":" not in task.name and experiment.scale != "paper":
+                known = ", ".join(sorted(tasks.BUILT_IN))
+                yield Problem(f"{key}.name", f"unknown task {task.name!r}", f"choose one of {known}, or module:function for your own")
+            continue
+        try:
+            tasks.load(task)
+        except ValidationError as error:
+            yield from _explain(error, task.options, f"{key}.options.")
+        except ValueError as error:
+            yield Problem(f"{key}.options", str(error), "correct or remove it")
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The resolved settings as a YAML file that `load` reads back to an equal experiment."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
+
+
+def digest(experiment: Experiment) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of the resolved settings as canonical JSON."""
+    text = json.dumps(experiment.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def diff(a: Experiment, b: Experiment) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value in a, value in b) where two experiments differ, sorted by key; None where a side lacks the key."""
+    flat_a, flat_b = _flatten(a.model_dump(mode="json")), _flatten(b.model_dump(mode="json"))
+    return [(key, flat_a.get(key), flat_b.get(key)) for key in sorted({**flat_a, **flat_b}) if flat_a.get(key) != flat_b.get(key)]
+
+
+def _flatten(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in block.items():
+        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat

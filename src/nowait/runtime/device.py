@@ -1,0 +1,183 @@
+"""A device is an executor (where a call runs) and a clock (what its time costs). It hosts named workers, one call at a time, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from nowait.runtime.clock import VirtualTimeLoop
+from nowait.runtime.timeline import Timeline
+
+Cost = Callable[[str, str, tuple, object], float]  # seconds(worker, method, args, result)
+
+
+class DeviceFailed(RuntimeError):
+    """The process behind a device is gone."""
+
+
+def resolve(name: str | Callable) -> Callable:
+    """The function behind `module:function`."""
+    if callable(name):
+        return name
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"{name!r} is not of the form module:function")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {name!r}: {error}") from error
+
+
+class _Host:
+    """The workers of one device, in whatever process they live."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, object] = {}
+
+    def place(self, name: str, factory: str | Callable, kwargs: dict) -> None:
+        self.workers[name] = resolve(factory)(**kwargs)
+
+    def call(self, name: str, method: str, args: tuple) -> tuple[object, float]:
+        """Result and the seconds of processor time that this thread took for it."""
+        function = getattr(self.workers[name], method)
+        start = time.thread_time()
+        result = function(*args)
+        return result, time.thread_time() - start
+
+
+class InlineExecutor:
+    """Calls run here and now. `through_pickle` copies arguments and results as a process boundary would (for tests)."""
+
+    def __init__(self, through_pickle: bool = False) -> None:
+        self._host, self._copied = _Host(), through_pickle
+
+    def submit(self, action: str, *args) -> Future:
+        future: Future = Future()
+        try:
+            args = pickle.loads(pickle.dumps(args)) if self._copied else args
+            result = getattr(self._host, action)(*args)
+            future.set_result(pickle.loads(pickle.dumps(result)) if self._copied else result)
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        self._host.workers.clear()
+
+
+class ProcessExecutor:
+    """Calls run in one process of their own, started fresh (spawn), with `threads` compute threads."""
+
+    def __init__(self, threads: int = 1) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid()))
+
+    def submit(self, action: str, *args) -> Future:
+        if action == "place" and getattr(args[1], "__module__", "") == "__main__":
+            raise ValueError(f"{args[1].__name__} is defined in __main__, which a worker process cannot import: put it in a module")
+        return self._pool.submit(_in_process, action, args)
+
+    def close(self) -> None:
+        processes = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+_host = _Host()  # of this worker process
+
+
+def _in_process(action: str, args: tuple):
+    return getattr(_host, action)(*args)
+
+
+def _start_process(threads: int, parent: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver decides what happens
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its driver has died without telling it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+class WallClock:
+    """Real seconds."""
+
+    virtual = False
+
+
+class MeasuredClock:
+    """Virtual time in which each call costs the processor time that it really took; transfer and contention are left out."""
+
+    virtual = True
+
+    def seconds(self, worker: str, method: str, args: tuple, result: object, measured: float) -> float:
+        return measured
+
+
+class ModelClock:
+    """Virtual time from a cost function; never reads the machine's clock, so runs repeat bit for bit."""
+
+    virtual = True
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+
+    def seconds(self, worker: str, method: str, args: tuple, result: object, measured: float) -> float:
+        return self._cost(worker, method, args, result)
+
+
+class Device:
+    """`await run(...)` calls a placed worker's method; calls queue and run one at a time in the order of their arrival."""
+
+    def __init__(self, name: str, executor: InlineExecutor | ProcessExecutor, clock, timeline: Timeline) -> None:
+        self.name, self._executor, self._clock, self._timeline = name, executor, clock, timeline
+        self._turn = asyncio.Lock()
+
+    async def place(self, name: str, factory: str | Callable, **kwargs) -> None:
+        """Build a worker on this device from an importable factory, or `module:function`; its model never travels."""
+        await self._result(self._executor.submit("place", name, factory, kwargs), f"building {name}")
+
+    async def run(self, name: str, method: str, *args):
+        """Result of worker.method(*args). Raises the worker's own error, or `DeviceFailed` if its process died."""
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            start = loop.time()
+            result, measured = await self._result(self._executor.submit("call", name, method, args), f"running {name}.{method}")
+            if self._clock.virtual:
+                await asyncio.sleep(self._clock.seconds(name, method, args, result, measured))
+            self._timeline.add(self.name, name, method, start, loop.time())
+            return result
+
+    async def _result(self, future: Future, doing: str):
+        try:
+            if self._clock.virtual:
+                return future.result()
+            await asyncio.sleep(0)  # an inline call has already run: let the other tasks have their turn
+            return await asyncio.wrap_future(future)
+        except (BrokenProcessPool, concurrent.futures.CancelledError) as error:
+            raise DeviceFailed(f"the process of device {self.name!r} died while {doing} (killed, or out of memory?)") from error
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def event_loop(clock, start: float = 0.0) -> asyncio.AbstractEventLoop:
+    """The loop that a clock needs; virtual time begins at `start` seconds."""
+    return VirtualTimeLoop(start) if clock.virtual else asyncio.new_event_loop()

@@ -1,0 +1,142 @@
+"""Asynchronous training (A-3PO's setting): a rollout loop beside a training loop, joined by a staleness gate and a buffer.
+
+Strict order: batch k holds every request whose oldest token has version <= k - eta (training waits for them), filled up with
+finished requests in submission order. Then every token has staleness d <= eta at every update. The gate makes it feasible:
+requests admitted under versions <= k - eta number at most (k + 1) B, and k B of them are trained already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from nowait.batch import Rollouts
+from nowait.config import Experiment
+from nowait.schedules.common import Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, slots_in_requests
+from nowait.schedules.staleness import StalenessGate
+
+
+class _Run:
+    """What the two loops share."""
+
+    def __init__(self, crew: Crew, experiment: Experiment) -> None:
+        self.crew, self.experiment, self.plan = crew, experiment, experiment.schedule
+        self.gate = StalenessGate(self.plan.batch_size, self.plan.max_staleness, slots_in_requests(experiment))
+        self.rollouts = Rollouts(self.plan.group_size)
+        self.finished: list[int] = []  # complete requests in the order of their completion
+        self.loaded = -1  # version of the sampler's weights
+        self.changed = asyncio.Event()
+        self.hold = self.parked = False
+        self.rollout: asyncio.Task | None = None
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def rollout_loop(self) -> None:
+        sampler, scorer = self.crew.samplers[0], self.crew.scorer
+        while True:
+            if self.hold:
+                self.parked = True
+                self.changed.set()
+                await self.until(lambda: not self.hold)
+                self.parked = False
+            await self.load_newest()
+            if room := self.gate.capacity(self.loaded):
+                requests = self.crew.prompts.next(room)
+                self.gate.submitted(room)
+                self.rollouts.admit(requests)
+                await scorer("admit", requests)
+                await sampler("admit", requests)
+            if not self.gate.running:
+                await self.until(lambda: self.hold or self.crew.weights.version != self.loaded)
+                continue
+            segments = await sampler("decode", self.experiment.sampler.chunk)
+            done = self.rollouts.add(segments)
+            await scorer("prefill", segments)
+            self.gate.finished(len(done))
+            self.finished += done
+            self.changed.set()
+
+    async def load_newest(self) -> None:
+        if (weights := self.crew.weights).version != self.loaded:
+            await self.crew.samplers[0]("load", weights)
+            self.loaded = weights.version
+
+    def batch(self, step: int) -> list[int] | None:
+        """Requests of training step `step`, or None while they are not complete."""
+        size = self.plan.batch_size
+        if self.plan.order == "completion":
+            return sorted(self.finished[:size]) if len(self.finished) >= size else None
+        due_now = self.rollouts.older_than(step - self.plan.max_staleness + 1)
+        finished = set(self.finished)
+        if not finished.issuperset(due_now) or len(finished) < size:
+            return None
+        return sorted([*due_now, *sorted(finished.difference(due_now))[: size - len(due_now)]])
+
+    async def next_batch(self, step: int) -> list[int]:
+        """Waits for the batch or for the rollout loop's failure, and raises the latter's error."""
+        await self.until(lambda: self.rollout.done() or self.batch(step) is not None)
+        if self.rollout.done():
+            self.rollout.result()
+            raise RuntimeError(f"step {step}: the rollout loop ended early")
+        ids = self.batch(step)
+        self.finished = [r for r in self.finished if r not in set(ids)]
+        return ids
+
+    async def barrier(self) -> None:
+        """Park the rollout loop at a round boundary, with the newest weights loaded and the actor's cache void."""
+        self.hold = True
+        await self.until(lambda: self.parked or self.rollout.done())
+        if self.rollout.done():
+            self.rollout.result()
+        await self.load_newest()
+
+    def release(self) -> None:
+        self.hold = False
+        self.changed.set()
+
+    async def get_state(self, step: int, elapsed: float) -> dict:
+        sampler, scorer = await self.crew.samplers[0]("get_state"), await self.crew.scorer("get_state")
+        own = {"step": step, "elapsed": elapsed, "finished": self.finished, "gate": self.gate.get_state(), "rollouts": self.rollouts.get_state()}
+        return {**own, "prompts": self.crew.prompts.get_state(), "sampler": sampler, "scorer": scorer}
+
+    def set_state(self, state: dict) -> None:
+        self.finished = list(state["finished"])
+        self.gate.set_state(state["gate"])
+        self.rollouts.set_state(state["rollouts"])
+        self.loaded = state["step"]
+
+
+async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = None) -> AsyncIterator[StepRecord]:
+    """One record per training step; `state` is that of a checkpoint's record, whose workers have been restored."""
+    run, plan, start = _Run(crew, experiment), experiment.schedule, state["step"] if state else 0
+    crew.weights = await crew.learners[0]("publish")
+    if state:
+        run.set_state(state)
+    elif plan.eval_every:
+        yield StepRecord(0, *await evaluate(crew))
+    run.rollout = asyncio.create_task(run.rollout_loop(), name="rollout")
+    run.rollout.add_done_callback(lambda _: run.changed.set())
+    watch = Stopwatch(state["elapsed"] if state else 0.0)
+    try:
+        for step in range(start, plan.steps):
+            crew.timeline.step = step
+            batch, stats = await learn(crew, run.rollouts, await run.next_batch(step), step, experiment.algorithm.anchor)
+            run.changed.set()
+            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens()))
+            evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
+            if evaluation or checkpoint:
+                await run.barrier()
+                if evaluation:
+                    more, record.rewards = await evaluate(crew)
+                    record.metrics |= more
+                if checkpoint:
+                    record.state = await run.get_state(step + 1, watch.elapsed)
+                run.release()
+                watch.restart()
+            yield record
+    finally:
+        run.rollout.cancel()
+        await asyncio.gather(run.rollout, return_exceptions=True)

@@ -1,0 +1,180 @@
+"""What every schedule shares: the workers it calls, one training step, evaluation, and the record of a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nowait.batch import LENGTH, Batch, Request, Rollouts, Weights
+from nowait.config import Experiment
+from nowait.runtime.timeline import Timeline
+
+Call = Callable[..., Awaitable[Any]]  # await call(method, *args): one worker on its device
+PROXIMAL_FORWARD = {"recompute", "ppo", "diagnostic"}  # anchors that need a forward pass before the update
+
+
+@dataclass
+class Crew:
+    """Workers by role. Several samplers or learners share the work of one (colocated training)."""
+
+    samplers: list[Call]
+    learners: list[Call]
+    scorer: Call
+    prompts: Any  # next(count) -> list[Request], get_state, set_state
+    timeline: Timeline
+    devices: dict[str, list[str]]  # role -> device names
+    evaluator: Call | None = None
+    evaluation_scorer: Call | None = None
+    evaluation_sets: dict[str, list[Request]] = field(default_factory=dict)
+    weights: Weights | None = None  # newest published
+
+
+@dataclass
+class StepRecord:
+    """One training step, or an evaluation alone at step 0. `step` counts finished training steps."""
+
+    step: int
+    metrics: dict[str, Any]
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)  # evaluation set -> [prompts, samples]
+    state: dict[str, Any] | None = None  # at a checkpoint: everything needed to go on
+
+
+class Stopwatch:
+    """Seconds of training; evaluations and checkpoints stop it."""
+
+    def __init__(self, elapsed: float = 0.0) -> None:
+        self.elapsed = elapsed
+        self.restart()
+
+    def restart(self) -> None:
+        self.since = asyncio.get_running_loop().time()
+
+    def lap(self) -> tuple[float, float]:
+        """Start and end of the step that ends now."""
+        start, self.since = self.since, asyncio.get_running_loop().time()
+        self.elapsed += self.since - start
+        return start, self.since
+
+
+async def score(crew: Crew, batch: Batch, ids: list[int]) -> None:
+    """Fill in rewards; a request whose grader failed keeps its place and leaves the loss."""
+    values = [reward for rewards in await crew.scorer("finish", ids) for reward in rewards]
+    batch.keep = np.array([v is not None for v in values])
+    batch.reward = np.array([0.0 if v is None else v for v in values], np.float32)
+    for group in np.unique(batch.group[~batch.keep]):
+        batch.keep[batch.group == group] = False
+    if not np.isfinite(batch.reward).all():
+        bad = int(batch.group[~np.isfinite(batch.reward)][0])
+        raise FloatingPointError(f"step {batch.step}: the reward of request {bad} is not finite")
+
+
+async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, anchor: str) -> tuple[Batch, dict[str, float]]:
+    """Score, proximal forward where the anchor needs one, update, publish."""
+    batch = rollouts.take(ids, step)
+    await score(crew, batch, ids)
+    logp_prox = await crew.learners[0]("logp", batch) if anchor in PROXIMAL_FORWARD else None
+    stats = await _update(crew.learners, batch, logp_prox)
+    crew.weights = await crew.learners[0]("publish")
+    return batch, stats
+
+
+async def _update(learners: list[Call], batch: Batch, logp_prox: np.ndarray | None) -> dict[str, float]:
+    if len(learners) == 1:
+        return await learners[0]("update", batch, logp_prox)
+    minibatches = (await asyncio.gather(*(learner("prepare", batch, logp_prox) for learner in learners)))[0]
+    for m in range(minibatches):
+        shares = await asyncio.gather(*(learner("gradient", m, rank, len(learners)) for rank, learner in enumerate(learners)))
+        await asyncio.gather(*(learner("apply", shares) for learner in learners))
+    return (await asyncio.gather(*(learner("finish") for learner in learners)))[0]
+
+
+async def evaluate(crew: Crew) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Sample every evaluation set with the newest weights; metrics and the rewards [prompts, samples] of each set."""
+    await crew.evaluator("load", crew.weights)
+    metrics, rewards = {}, {}
+    for name, requests in crew.evaluation_sets.items():
+        rollouts = Rollouts(requests[0].n)
+        rollouts.admit(requests)
+        await asyncio.gather(crew.evaluator("admit", requests), crew.evaluation_scorer("admit", requests))
+        left = len(requests)
+        while left:
+            segments = await crew.evaluator("decode", max(r.max_new_tokens for r in requests))
+            left -= len(rollouts.add(segments))
+            await crew.evaluation_scorer("prefill", segments)
+        ids = [r.id for r in requests]
+        values = np.array(await crew.evaluation_scorer("finish", ids), np.float64)  # a failed grader becomes NaN
+        batch = rollouts.take(ids, 0)
+        prefix = "eval" if name == "eval" else f"eval/{name}"
+        per_prompt = np.nanmean(values, axis=1)
+        metrics |= {
+            f"{prefix}/reward": float(per_prompt.mean()),
+            f"{prefix}/se": float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))) if len(per_prompt) > 1 else 0.0,
+            f"{prefix}/len_mean": float(batch.length.mean()),
+        }
+        rewards[name] = values.astype(np.float32)
+    return metrics, rewards
+
+
+def staleness_of(batch: Batch) -> np.ndarray:
+    """int [tokens in the loss]: training steps between sampling and this update."""
+    d = batch.step - batch.version[batch.mask]
+    if d.size and d.min() < 0:
+        raise ValueError(f"step {batch.step}: a token carries version {batch.step - d.min()} from the future")
+    return d
+
+
+def describe(crew: Crew, batch: Batch, stats: dict[str, float], window: tuple[float, float], elapsed: float, buffered: int) -> dict[str, Any]:
+    """Metrics of a finished step; `window` is its start and end, `buffered` the tokens generated and not yet trained."""
+    d, length = staleness_of(batch), batch.length
+    seconds, busy = crew.timeline.seconds(*window), crew.timeline.busy(*window)
+    total = window[1] - window[0]
+    mixed = (np.where(batch.version < 0, batch.version[:, :1], batch.version) != batch.version[:, :1]).any(1)
+
+    def spent(worker: str, *methods: str) -> float:
+        return sum(seconds.get((worker, method), 0.0) for method in methods) / len(crew.devices.get(worker, [worker]))
+
+    def busy_fraction(role: str) -> float:
+        names = crew.devices[role]
+        return sum(busy.get(name, 0.0) for name in names) / (len(names) * total) if total else 0.0
+
+    return {
+        **{f"train/{k}": v for k, v in stats.items()},
+        "train/global_step": batch.step + 1,
+        "stale/d_mean": float(d.mean()) if d.size else 0.0,
+        "stale/d_max": int(d.max(initial=0)),
+        "stale/mixed_frac": float(mixed.mean()),
+        "stale/hist": np.bincount(d).tolist(),
+        "rollout/reward_mean": float(batch.reward[batch.keep].mean()) if batch.keep.any() else float("nan"),
+        "rollout/reward_std": float(batch.reward[batch.keep].std()) if batch.keep.any() else float("nan"),
+        "rollout/len_mean": float(length.mean()),
+        "rollout/len_max": int(length.max()),
+        "rollout/truncated_frac": float((batch.finish == LENGTH).mean()),
+        "rollout/eos_frac": float((batch.finish != LENGTH).mean()),
+        "rollout/grader_failed_frac": float(1 - batch.keep.mean()),
+        "rollout/buffered_tokens": buffered,
+        "rollout/requests": sorted(set(batch.group.tolist())),
+        "time/step": total,
+        "time/elapsed": elapsed,
+        "time/generate": spent("sampler", "decode"),
+        "time/prox_forward": spent("learner", "logp"),
+        "time/train": spent("learner", "update", "prepare", "gradient", "apply", "finish"),
+        "time/sync": spent("learner", "publish") + spent("sampler", "load"),
+        "time/reward": spent("scorer", "prefill", "finish"),
+        "time/idle_gen": total * (1 - busy_fraction("sampler")),
+        "time/idle_train": total * (1 - busy_fraction("learner")),
+        "perf/busy_frac": (busy_fraction("sampler") + busy_fraction("learner")) / 2,
+    }
+
+
+def due(every: int, step: int, steps: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step` finished ones; the last step always counts."""
+    return every > 0 and (step % every == 0 or step == steps)
+
+
+def slots_in_requests(experiment: Experiment) -> int:
+    """Requests in flight at most: what was configured, or twice what the slots hold, so that a freed slot is taken at once."""
+    return experiment.schedule.max_concurrent or max(1, 2 * experiment.sampler.slots // experiment.schedule.group_size)

@@ -1,0 +1,69 @@
+"""Scorers by rule: they run where the schedule runs and read a response once it is complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from nowait.batch import Request, Rollouts, Segments
+from nowait.tasks import Task
+
+log = logging.getLogger(__name__)
+FAILURES_ALLOWED, FAILURES_COUNTED_FROM = 0.05, 100  # share of graded responses, and how many make a share
+
+
+class GraderFailed(RuntimeError):
+    """Too many responses could not be graded."""
+
+
+class RuleScorer:
+    """Rewards of a task by its rule. An exception in the rule is counted and gives None, never a wrong-answer reward.
+
+    Raises `GraderFailed` when more than 5 % of the responses failed, and `FloatingPointError` for a reward that is not finite.
+    """
+
+    def __init__(self, task: Task, decode: Callable[[list[int]], str], split: str, n: int) -> None:
+        self._task, self._decode, self._split = task, decode, split
+        self._held = Rollouts(n)
+        self.graded = self.failed = 0
+
+    def admit(self, requests: list[Request]) -> None:
+        self._held.admit(requests)
+
+    def prefill(self, segments: Segments) -> None:
+        self._held.add(segments)
+
+    def finish(self, ids: list[int]) -> list[list[float | None]]:
+        """n rewards per request, in the order of ids."""
+        rows = [self._held.requests[i].row for i in ids]
+        batch = self._held.take(ids, 0)
+        texts = [self._decode(token[:length].tolist()) for token, length in zip(batch.token, batch.length, strict=True)]
+        n = self._held.n
+        return [[self._grade(row, text) for text in texts[i * n : (i + 1) * n]] for i, row in enumerate(rows)]
+
+    def drop(self, ids: list[int]) -> None:
+        self._held.drop(ids)
+
+    def _grade(self, row: int, text: str) -> float | None:
+        self.graded += 1
+        try:
+            reward = float(self._task.reward(self._split, row, text))
+        except Exception as error:
+            self.failed += 1
+            log.warning("grader failed on %s row %d: %s: %s", self._split, row, type(error).__name__, error)
+            if self.graded >= FAILURES_COUNTED_FROM and self.failed > FAILURES_ALLOWED * self.graded:
+                share = f"{self.failed} of {self.graded} responses"
+                raise GraderFailed(f"the reward function failed on {share}, last on {self._split} row {row}: {error!r}. Mend it; see the log") from error
+            return None
+        if not np.isfinite(reward):
+            raise FloatingPointError(f"the reward function returned {reward} on {self._split} row {row}")
+        return reward
+
+    def get_state(self) -> dict:
+        return {"held": self._held.get_state(), "graded": self.graded, "failed": self.failed}
+
+    def set_state(self, state: dict) -> None:
+        self._held.set_state(state["held"])
+        self.graded, self.failed = state["graded"], state["failed"]
