@@ -62,7 +62,8 @@ def test_wider_padding_and_its_content_change_nothing(seed, gamma, lam):
     rewards, values, mask, bootstrap = ragged(seed, [4, 1, 3], 4)
     narrow = gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
     wide = torch.full((3, 5), math.inf)
-    padded = gae(torch.cat([rewards, wide], 1), torch.cat([values, wide], 1), torch.cat([mask, wide < 0], 1), gamma=gamma, lam=lam, bootstrap=bootstrap)
+    widened = (torch.cat(pair, 1) for pair in ((rewards, wide), (values, wide), (mask, wide < 0)))
+    padded = gae(*widened, gamma=gamma, lam=lam, bootstrap=bootstrap)
     for short, long in zip(narrow, padded, strict=True):
         assert torch.equal(short, long[:, :4]) and not long[:, 4:].any()
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import shutil
 from dataclasses import dataclass
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 from nowait.analysis import figures, tables
 
@@ -94,3 +100,171 @@ def save_everything(folder, seeds=(1, 2, 3), setups=("setup1", "setup2"), method
         frames[name] = tables.on_bench_time(frame, times) if name.endswith("_time") else frame
     for name, frame in frames.items():
         figures.save({**figures.PLOTS, **tables.TABLES}[name](frame), name, frame, record, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("figures")
+    save_everything(path, setups=("setup1",))
+    return path
+
+
+@pytest.mark.parametrize("name", [*figures.PLOTS, *tables.TABLES])
+def test_redrawing_from_the_csv_alone_gives_the_same_bytes(folder, name):
+    picture = folder / f"{name}{'.md' if name in tables.TABLES else '.png'}"
+    before = picture.read_bytes()
+    picture.unlink()
+    with matplotlib.rc_context({"font.size": 30, "savefig.dpi": 40, "lines.linewidth": 9}):  # the user's own style must not matter
+        assert figures.redraw(folder / f"{name}.csv") == picture
+    assert picture.read_bytes() == before
+
+
+def test_a_png_carries_its_provenance_and_no_date_or_version(folder):
+    record = figures.read_provenance(folder / "a3po_entropy.png")
+    data = hashlib.sha256((folder / "a3po_entropy.csv").read_bytes()).hexdigest()
+    configs = {f"setup1/{method}": f"setup1-{method}" for method in METHODS}
+    assert record == {"seeds": [1, 2, 3], "code": ["c0de"], "config": configs, "data": data}
+    assert json.loads((folder / "provenance.json").read_text())["a3po_entropy"] == record
+    with Image.open(folder / "a3po_entropy.png") as image:
+        assert set(image.info) == {"provenance", "dpi"}
+
+
+def test_an_edited_csv_or_one_without_a_record_is_not_redrawn(tmp_path):
+    frame = tables.proximal_seconds(PROXIMAL_BENCH)
+    record = {"seeds": [1], "code": "c0de", "config": {}}
+    figures.save(figures.proximal_seconds(frame), "a3po_proximal_seconds", frame, record, tmp_path)
+    csv = tmp_path / "a3po_proximal_seconds.csv"
+    csv.write_text(csv.read_text().replace("0.1", "0.2"))
+    with pytest.raises(ValueError, match="rerun the notebook"):
+        figures.redraw(csv)
+    with pytest.raises(ValueError, match="lacks code, config"):
+        figures.save("text", "a3po_benchmarks", frame, {"seeds": [1]}, tmp_path)
+
+
+def test_a_png_of_another_origin_has_no_provenance(tmp_path):
+    Figure().savefig(tmp_path / "other.png")
+    with pytest.raises(ValueError, match="no provenance"):
+        figures.read_provenance(tmp_path / "other.png")
+
+
+def test_redraw_all_touches_every_known_csv_and_leaves_others_alone(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    for name in ("a3po_eval_reward_time", "a3po_clipped_tokens", "a3po_importance_weight_max", "a3po_importance_weight_min"):
+        (tmp_path / f"{name}.csv").unlink()  # for speed
+    assert {path.stem for path in figures.redraw_all(tmp_path)} == {*figures.PLOTS, *tables.TABLES} - {
+        "a3po_eval_reward_time",
+        "a3po_clipped_tokens",
+        "a3po_importance_weight_max",
+        "a3po_importance_weight_min",
+    }
+
+
+def test_a_band_needs_five_seeds():
+    with pytest.raises(ValueError, match="at least 5 seeds, got 4"):
+        figures.band(np.zeros((4, 10)))
+    low, high = figures.band(np.arange(5)[:, None] * np.ones(3))
+    assert (low < 2).all() and (high > 2).all()
+
+
+@pytest.mark.parametrize(("seeds", "bands", "lines"), [(1, 0, 1), (4, 0, 5), (5, 1, 1)])
+def test_few_seeds_are_single_lines_and_five_become_a_band(seeds, bands, lines):
+    frame = tables.tidy(made_up_results("setup1", range(seeds), ["loglinear"]), ["train/entropy"])
+    _, measured = figures.entropy(frame).axes
+    assert len(measured.collections) == bands and len(measured.get_lines()) == lines
+    assert f"n = {seeds}," in measured.get_title()
+
+
+def test_published_and_measured_values_are_in_axes_of_their_own():
+    frame = tables.tidy(made_up_results("setup1", (1,), ["loglinear"]), ["eval/reward"])
+    left, right = figures.eval_reward(frame).axes
+    assert "published" in left.get_title() and "measured, cpu scale" in right.get_title() and "clock = model" in right.get_title()
+    (drawn,) = [line for line in left.get_lines() if line.get_gid() == "loglinear" and len(line.get_xdata())]
+    assert drawn.get_xdata()[-1] == 300 and drawn.get_ydata()[-1] == 0.7913
+    (ours,) = right.get_lines()
+    assert list(ours.get_xdata()) == list(range(0, 101, 10)) and list(ours.get_ydata()) == list(frame["eval/reward"])
+
+
+def test_measured_curves_are_means_of_a_twentieth_of_the_run():
+    frame = tables.tidy(made_up_results("setup1", (1,), ["loglinear"]), ["train/entropy"])
+    frame["train/entropy"] = frame["step"] * 1.0
+    _, right = figures.entropy(frame).axes
+    assert list(right.get_lines()[0].get_ydata()) == [3 + 5 * i for i in range(20)]
+    assert right.get_xlabel() == "training step (mean of 5 steps)"
+
+
+def test_importance_weights_show_r_and_rho_and_keep_the_spikes():
+    frame = tables.tidy(made_up_results("setup1", (1,), ["recompute"]), COLUMNS["a3po_importance_weight_max"])
+    published, r, rho = figures.importance_weight(frame, "max").axes
+    assert "theta / prox" in published.get_ylabel() and "theta / prox" in r.get_ylabel() and "prox / behav" in rho.get_ylabel()
+    assert max(r.get_lines()[0].get_ydata()) == frame["train/ratio_max"].max()
+    assert max(rho.get_lines()[0].get_ydata()) == frame["train/behave_weight_max"].max()
+
+
+def test_the_papers_methods_keep_its_shapes_and_every_method_has_a_look_of_its_own():
+    assert [figures.LOOK[method][2] for method in METHODS] == ["^", "o", "s"]
+    assert len({look[1] for look in figures.LOOK.values()}) == len({look[2] for look in figures.LOOK.values()}) == len(figures.LOOK)
+
+
+def test_a_setup_without_published_values_is_refused():
+    frame = tables.tidy(made_up_results("setup9", (1,)), ["train/entropy"])
+    with pytest.raises(ValueError, match="setup9.*setup1, setup2"):
+        figures.entropy(frame)
+
+
+def test_tidy_keeps_the_steps_that_have_a_value_and_survives_a_csv():
+    frame = tables.tidy(made_up_results("setup2", (4,), ["sync"]), ["eval/reward", "train/entropy"])
+    assert list(frame.columns) == ["setup", "method", "seed", "scale", "clock", "step", "seconds", "eval/reward", "train/entropy"]
+    assert frame["step"].tolist() == list(range(101)) and frame["seconds"].iloc[[0, 1, 100]].tolist() == [0, 0.5, 50]
+    assert tables.tidy(made_up_results("setup2", (4,), ["sync"]), ["eval/reward"])["step"].tolist() == list(range(0, 101, 10))
+    again = pd.read_csv(io.StringIO(frame.to_csv(index=False)))
+    pd.testing.assert_frame_equal(again, frame, check_dtype=False, check_exact=True)
+
+
+def test_tidy_names_the_run_that_lacks_a_metric():
+    with pytest.raises(ValueError, match="a3po/setup1 sync seed 1 has no metric train/kl"):
+        tables.tidy(made_up_results("setup1", (1,)), ["train/kl", "train/entropy"])
+    with pytest.raises(ValueError, match="no finished runs"):
+        tables.tidy({"sync": []}, ["train/entropy"])
+
+
+def test_training_time_is_medians_of_paired_ratios_with_the_bound():
+    bench = made_up_bench()
+    bench["rows"][0]["blocks"], bench["rows"][2]["blocks"] = [0.4, 0.6, 0.9], [0.4, 0.3, 0.3]  # sync over loglinear: 1, 2, 3
+    rows = tables.training_time("setup2", bench).set_index("method")
+    assert rows.loc["loglinear", "speedup_over_sync"] == 2
+    assert rows.loc["loglinear", "f_over_u"] == 0.3 and rows.loc["loglinear", "bound"] == 1.3 and rows.loc["loglinear", "blocks"] == 3
+    assert rows.loc["loglinear", ["published_hours", "published_speedup_over_sync", "published_speedup_over_recompute"]].tolist() == [14.54, 1.8, 1.11]
+    line = next(line for line in tables.training_time_markdown(rows.reset_index()).splitlines() if "sync_colocated" in line)
+    assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |")
+
+
+def test_time_on_the_bench_is_steps_times_its_seconds_per_step():
+    frame = tables.tidy(made_up_results("setup1", (1,)), ["eval/reward"])
+    timed = tables.on_bench_time(frame, tables.training_time("setup1", made_up_bench()))
+    last = timed[timed["step"] == 100].set_index("method")["seconds"]
+    assert last.to_dict() == {"sync": 50, "recompute": 40, "loglinear": 30} and set(timed["clock"]) == {"measured (bench)"}
+    with pytest.raises(ValueError, match="setup1.*linear"):
+        tables.on_bench_time(frame.assign(method="linear"), tables.training_time("setup1", made_up_bench()))
+
+
+def test_final_rewards_are_of_the_last_evaluation_and_paired_with_recompute():
+    results = made_up_results("setup1", (1, 2))
+    for run in results["loglinear"]:
+        twin = next(other for other in results["recompute"] if other.manifest["seed"] == run.manifest["seed"])
+        run.evaluations["reward"] = twin.evaluations["reward"] + 0.004 * (1 + run.evaluations["row"] % 2)  # +0.004, +0.008 in turn
+    rows = tables.final_eval_reward(results).set_index("method")
+    assert rows.loc["loglinear", "difference"] == pytest.approx(0.006)
+    assert rows.loc["loglinear", "difference_se"] == pytest.approx(0.002 / np.sqrt(31), rel=1e-4)  # spread 0.002 over 32 prompts, none over seeds
+    assert rows.loc["loglinear", "reward"] > 0.55 and rows.loc["loglinear", ["published", "seeds", "prompts"]].tolist() == [0.791, 2, 32]
+    assert np.isnan(rows.loc["recompute", "difference"])
+
+
+def test_methods_with_other_seeds_or_prompts_are_not_compared():
+    results = made_up_results("setup1", (1, 2))
+    with pytest.raises(ValueError, match="sync and recompute need the same seeds"):
+        tables.final_eval_reward({**results, "sync": [made_up_run("setup1", "sync", seed) for seed in (1, 3)]})
+    with pytest.raises(ValueError, match="sync: the seeds were evaluated on different prompts"):
+        tables.final_eval_reward({"sync": [results["sync"][0], made_up_run("setup1", "sync", 2, prompts=16)]})
+    with pytest.raises(ValueError, match="never evaluated on 'aime'"):
+        tables.benchmarks(results, ["aime"])

@@ -16,9 +16,7 @@ WHITEN_VAR_EPS = 1e-8  # TRL's value
 
 
 @torch.no_grad()
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Advantages and returns (= advantages + values), both [B, T] and 0 where masked.
 
     A_t = delta_t + gamma lam A_{t+1}, delta_t = rewards_t + gamma V_{t+1} - V_t, where t + 1 is the next unmasked token.

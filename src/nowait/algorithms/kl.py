@@ -12,7 +12,7 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8 keeps every kind finite in float32, al
 
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x, never negative; by expm1, since exp(x) - 1 loses all digits of a small x."""
-    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0)  # an expm1 one unit in the last place low would go below 0
 
 
 def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: Literal["k1", "k2", "k3"] = "k1") -> Tensor:

@@ -1,7 +1,7 @@
 """One plot per published figure of A-3PO: published values on the left, measured ones on the right, never in one axes.
 
-A plot takes the tidy frame that is saved as CSV beside the picture (columns setup, method, seed, scale, clock, step, seconds, then metrics), so `redraw`
-gives the same bytes without any training. Fewer than five seeds show as thin lines, five and more as the mean with a bootstrap band.
+A plot takes the tidy frame that is saved as CSV beside the picture (columns setup, method, seed, scale, clock, step, seconds, then metrics), so
+`redraw` gives the same bytes without any training. Fewer than five seeds show as thin lines under their mean, five and more as a bootstrap band.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def train_reward(frame: pd.DataFrame, x: str = "step") -> Figure:
     """Training reward, means over bins of steps; x is "step" or "seconds"."""
     figure, rows = _grid(frame, "training reward")
     for setup, (left, right) in rows.items():
-        facts, steps, hours = _facts("train_reward", setup), _facts("setups", setup)["steps"], published.load("a3po")["tables"]["training_hours"][setup]
-        centres = np.mean(facts["bins"], axis=1)
+        facts, centres = _facts("train_reward", setup), np.mean(_facts("train_reward", setup)["bins"], axis=1)
+        seconds = published.load("a3po")["tables"]["seconds_per_step"][setup]
         for method in _methods(facts):
-            _line(left, centres if x == "step" else centres / steps * hours[method], facts[method], method)
+            _line(left, centres if x == "step" else centres * seconds[method] / 3600, facts[method], method)
         left.set_xlabel("training step" if x == "step" else "hours (step x mean hours per step)")
         _measured(right, frame[frame["setup"] == setup], x, "rollout/reward_mean", binned="mean")
     return _finish(figure)
@@ -100,7 +100,7 @@ def entropy(frame: pd.DataFrame) -> Figure:
 
 @_styled
 def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
-    """Largest ("max") or smallest ("min") weight of a step: r = theta/prox as published, then rho = prox/behav, which the paper's formula calls so."""
+    """Largest ("max") or smallest ("min") weight of a step: r = theta/prox as published, then rho = prox/behav, the paper's formula."""
     figure, rows = _grid(frame, f"{extreme} r = theta / prox", columns=3)
     for setup, (left, middle, right) in rows.items():
         _published_extremes(left, _facts(f"ratio_{extreme}", setup), _facts("setups", setup)["steps"])
@@ -178,16 +178,13 @@ def redraw(csv: str | Path) -> Path:
     record = dict(_records(csv.parent).get(csv.stem, {}))
     if hashlib.sha256(csv.read_bytes()).hexdigest() != record.pop("data", None):
         raise ValueError(f"{csv} is not the data that provenance.json beside it names; rerun the notebook that makes it")
-    render = {**PLOTS, **TABLES}.get(csv.stem)
-    if render is None:
-        raise ValueError(f"no figure is called {csv.stem!r}; there are {', '.join([*PLOTS, *TABLES])}")
-    frame = pd.read_csv(csv, float_precision="round_trip")
-    return save(render(frame), csv.stem, frame, record, csv.parent)
+    frame = pd.read_csv(csv)
+    return save({**PLOTS, **TABLES}[csv.stem](frame), csv.stem, frame, record, csv.parent)
 
 
 def redraw_all(folder: str | Path = "figures") -> list[Path]:
-    """Redraw every figure and table whose CSV lies in `folder`."""
-    return [redraw(csv) for csv in sorted(Path(folder).glob("*.csv"))]
+    """Redraw every figure and table of ours whose CSV lies in `folder`."""
+    return [redraw(csv) for csv in sorted(Path(folder).glob("*.csv")) if csv.stem in {**PLOTS, **TABLES}]
 
 
 def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +213,8 @@ def _grid(frame: pd.DataFrame, label: str, columns: int = 2) -> tuple[Figure, di
         facts, part = _facts("setups", setup), frame[frame["setup"] == setup]
         axes[0].set_title(f"{_name(setup)}: {facts['model']}, {facts['data']}\npublished (digitised)")
         for ax in axes[1:]:
-            ax.set_title(f"{_name(setup)}: measured, {'/'.join(part['scale'].unique())} scale\n{_seeds(part)}, clock = {'/'.join(part['clock'].unique())}")
+            scale, clock = ("/".join(part[name].unique()) for name in ("scale", "clock"))
+            ax.set_title(f"{_name(setup)}: measured, {scale} scale\n{_seeds(part)}, clock = {clock}")
         for ax in axes:
             ax.set_xlabel("training step")
             ax.set_ylabel(label)
@@ -232,7 +230,7 @@ def _finish(figure: Figure) -> Figure:
 
 
 def _line(ax, x, y, method: str, **options) -> Line2D:
-    label, (colour, marker, line) = (LOOK[method][0], LOOK[method][1:]) if method in LOOK else (method, _OTHER)
+    label, colour, marker, line = LOOK.get(method, (method, *_OTHER))
     options = {"marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6, **options}
     return ax.plot(x, y, color=colour, label=label, gid=method, **options)[0]
 
@@ -255,10 +253,12 @@ def _runs(ax, x: np.ndarray, values: np.ndarray, method: str) -> None:
     """Values [seeds, points]: their mean, over single seeds as thin lines or, from five on, a band."""
     if len(values) > 1:
         line = _line(ax, x, mean(values), method, markevery=max(1, len(x) // 10))
-    for seed in values if len(values) < BAND_SEEDS else ():
-        line = _line(ax, x, seed, method, linewidth=0.8, **({"markevery": max(1, len(x) // 10)} if len(values) == 1 else {"marker": "", "alpha": 0.5}))
     if len(values) >= BAND_SEEDS:
         ax.fill_between(x, *band(values), color=line.get_color(), alpha=0.2, linewidth=0)
+        return
+    thin = {"alpha": 0.5, "marker": ""} if len(values) > 1 else {"markevery": max(1, len(x) // 10)}
+    for seed in values:
+        _line(ax, x, seed, method, linewidth=0.8, **thin)
 
 
 def _published_extremes(ax, facts: dict, steps: int) -> None:

@@ -14,10 +14,10 @@ import pandas as pd
 
 from nowait import published
 from nowait.analysis.statistics import bin_means
-from nowait.analysis.tables import REFERENCE
+from nowait.analysis.tables import REFERENCE, markdown
 from nowait.published import Entry
 
-SETUPS, METHODS = ("setup1", "setup2"), ("sync", "recompute", "loglinear")
+METHODS = ("sync", "recompute", "loglinear")
 CURVES = {  # published figure: CSV and column of its measured counterpart
     "eval_reward": ("a3po_eval_reward_steps", "eval/reward"),
     "train_reward": ("a3po_train_reward_steps", "rollout/reward_mean"),
@@ -28,9 +28,10 @@ CURVES = {  # published figure: CSV and column of its measured counterpart
 }
 INTRODUCTION = """# Published, simulated, measured
 
-Made from the CSV files beside this page. *Simulated* is the paper's hardware, not part of this version (-). *Measured* is the cpu scale: tiny models, real training,
-this machine; it is judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`). n counts seeds, or blocks for times.
-Published steps are matched by the fraction of the run. Verdicts: pass, fail, not judged (the reason says why), not run (no data in this folder), not attempted.
+Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated* (the paper's hardware) is not part of this version.
+*Measured* is the cpu scale: tiny models, real training, judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`).
+n counts seeds, or blocks for times; published steps are matched by the fraction of the run. Verdicts: pass, fail, not judged (the reason says why),
+not run (no data in this folder), not attempted.
 """
 
 
@@ -68,15 +69,12 @@ def judge(paper: str, values: dict[str, Measured]) -> list[Row]:
     return [_judge(entry, next(rule for rule in rules if fnmatchcase(entry.id, rule["match"])), numbers, values) for entry in entries]
 
 
-def shapes(frames: dict[str, pd.DataFrame], setup: str) -> Iterator[tuple[str, str, str]]:
-    """(target, verdict, numbers) for every shape target of A-3PO in a setup."""
-    targets = published.load("a3po")["shape_targets"]
-    for target, rule in zip(targets, published.targets()["a3po"]["shapes"], strict=True):
-        try:
-            passed, numbers = SHAPES[rule["judge"]](frames, setup, rule)
-            yield target, "pass" if passed else "fail", f"{numbers} ({rule['note']})" if "note" in rule else numbers
-        except LookupError as missing:
-            yield target, "not run", str(missing.args[0])
+def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
+    """(target, setup, verdict, numbers) for every shape target of a paper in each of its setups."""
+    facts = published.load(paper)
+    for target, rule in zip(facts["shape_targets"], published.targets()[paper]["shapes"], strict=True):
+        for setup in facts.get("setups", ["all"]):
+            yield target, setup, *_shape(frames, setup, rule)
 
 
 def _judge(entry: Entry, rule: dict, numbers: dict[str, float], values: dict[str, Measured]) -> Row:
@@ -86,59 +84,52 @@ def _judge(entry: Entry, rule: dict, numbers: dict[str, float], values: dict[str
     if measured is None:
         return Row(entry, None, "not run", "")
     passed, reason = RULES[rule["judge"]](rule, entry, measured.value, numbers, values)
-    if passed is False and "differs" in rule:
-        reason += f"; {rule['differs']}"
-    return Row(entry, measured, {True: "pass", False: "fail", None: "not judged"}[passed], reason)
+    verdict = "not judged" if passed is None else "pass" if passed else "fail"
+    return Row(entry, measured, verdict, f"{reason}; {rule['differs']}" if verdict == "fail" and "differs" in rule else reason)
+
+
+def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str, str]:
+    if "judge" not in rule:
+        return rule["verdict"], rule["reason"]
+    try:
+        passed, numbers = SHAPES[rule["judge"]](frames, setup, rule)
+    except LookupError as missing:
+        return "not run", str(missing.args[0])
+    return "pass" if passed else "fail", f"{numbers} ({rule['note']})" if "note" in rule else numbers
 
 
 def _ratio(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
     return abs(value / entry.value - 1) <= rule["tolerance"], f"{value / entry.value - 1:+.0%}, tolerance {rule['tolerance']:.0%}"
 
 
-def _sign(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
-    return value * entry.value > 0, "same sign as published"
+def _range(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
+    low, high = rule["range"]
+    return low <= value <= high, f"asked: {low} to {high}"
 
 
-def _at_least(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
-    return value >= rule["floor"], f"at least {rule['floor']}"
-
-
-def _gaps(entry: Entry, value: float, numbers: dict, values: dict) -> tuple[float, float, float] | None:
-    """Published reference, published and measured gap to it; None for the reference itself or where it was not measured."""
-    parts = entry.id.split(".")
-    reference = ".".join(REFERENCE if part in METHODS else part for part in parts)
+def _against_reference(rule: dict, entry: Entry, value: float, numbers: dict, values: dict) -> tuple[bool | None, str]:
+    """Gap to recompute, judged by its size ("difference": margin) or its direction ("side": resolution)."""
+    reference = ".".join(REFERENCE if part in METHODS else part for part in entry.id.split("."))
     if reference == entry.id or reference not in values:
-        return None
-    return numbers[reference], entry.value - numbers[reference], value - values[reference].value
-
-
-def _difference(rule: dict, entry: Entry, value: float, numbers: dict, values: dict) -> tuple[bool | None, str]:
-    gaps = _gaps(entry, value, numbers, values)
-    if gaps is None:
         return None, f"{REFERENCE} is what the others are compared with"
-    _, expected, found = gaps
-    return abs(found - expected) <= rule["margin"], f"minus {REFERENCE}: {found:+.3g}, published {expected:+.3g}, margin {rule['margin']}"
-
-
-def _side(rule: dict, entry: Entry, value: float, numbers: dict, values: dict) -> tuple[bool | None, str]:
-    gaps = _gaps(entry, value, numbers, values)
-    if gaps is None:
-        return None, f"{REFERENCE} is what the others are compared with"
-    reference, expected, found = gaps
-    if abs(expected) < rule["resolution"] * reference:
+    expected, found = entry.value - numbers[reference], value - values[reference].value
+    if rule["judge"] == "difference":
+        return abs(found - expected) <= rule["margin"], f"minus {REFERENCE}: {found:+.3f}, published {expected:+.3f}, margin {rule['margin']}"
+    if abs(expected) < rule["resolution"] * numbers[reference]:
         return None, f"published gap to {REFERENCE} under {rule['resolution']:.0%}"
-    return found * expected > 0, f"{'above' if expected > 0 else 'below'} {REFERENCE} as published: {found:+.3g}"
+    return found * expected > 0, f"published {'above' if expected > 0 else 'below'} {REFERENCE}; measured minus {REFERENCE}: {found:+.3g}"
 
 
-RULES = {"ratio": _ratio, "sign": _sign, "at_least": _at_least, "difference": _difference, "side": _side}
+RULES = {"ratio": _ratio, "range": _range, "difference": _against_reference, "side": _against_reference}
 
 
 def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
     rows = _rows(frames, "a3po_training_time", setup).set_index("method")
     sync, recompute, loglinear = (_at(rows["seconds_per_step"], method) for method in METHODS)
     share, (low, high) = (recompute - loglinear) / rows["forward_s"].iloc[0], rule["share_of_forward"]
-    numbers = f"s per step: loglinear {loglinear:.3g}, recompute {recompute:.3g}, sync {sync:.3g}; gap {share:.0%} of the forward pass (asked: {low:.0%} to {high:.0%})"
-    return low <= share <= high and max(loglinear, recompute) < sync, numbers
+    numbers = f"s per step: loglinear {loglinear:.3g}, recompute {recompute:.3g}, sync {sync:.3g}"
+    gap = f"loglinear under recompute by {share:.0%} of the forward pass (asked: {low:.0%} to {high:.0%})"
+    return low <= share <= high and max(loglinear, recompute) < sync, f"{numbers}; {gap}"
 
 
 def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
@@ -190,8 +181,8 @@ def _rows(frames: dict[str, pd.DataFrame], name: str, setup: str) -> pd.DataFram
 
 
 def _at(column: pd.Series, method: str) -> float:
-    if method not in column.index:
-        raise LookupError(f"{method} was not run")
+    if not np.isfinite(column.get(method, np.nan)):
+        raise LookupError(f"no {column.name} of {method}")
     return float(column[method])
 
 
@@ -212,8 +203,8 @@ def _listed(values: dict[str, float]) -> str:
 def _table_values(frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
     values = {}
     for row in frames.get("a3po_training_time", pd.DataFrame()).itertuples():
-        for name, key in (("seconds_per_step", "seconds_per_step"), ("speedup_over_sync", "speedup_over_sync"), ("speedup_over_recompute", "speedup_over_recompute")):
-            values[f"tables.{name}.{row.setup}.{row.method}"] = Measured(getattr(row, key), row.blocks)
+        for name in ("seconds_per_step", "speedup_over_sync", "speedup_over_recompute"):
+            values[f"tables.{name}.{row.setup}.{row.method}"] = Measured(getattr(row, name), row.blocks)
         if (row.setup, row.method) == ("setup2", "loglinear"):
             values["tables.v3_headline.speedup"] = Measured(row.speedup_over_sync, row.blocks)
         if (row.setup, row.method) == ("setup1", "loglinear"):
@@ -264,29 +255,26 @@ def _edges(label: str, published_steps: int, steps: int) -> tuple[float, float] 
 
 def _paper(paper: str, frames: dict[str, pd.DataFrame], values: dict[str, Measured]) -> str:
     facts, rows = published.load(paper), judge(paper, values)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).most_common())
-    text = f"\n## {facts['paper']['title']} (arXiv {facts['paper']['arxiv']})\n\n{len(rows)} published numbers: {counts}.\n\n### Shape targets\n\n"
-    text += "| target | setup | verdict | numbers |\n| --- | --- | --- | --- |\n"
-    if paper == "a3po":
-        judged = sorted(((target, setup, *rest) for setup in SETUPS for target, *rest in shapes(frames, setup)), key=lambda row: facts["shape_targets"].index(row[0]))
-    else:
-        judged = [(target, "all", "not attempted", "") for target in facts["shape_targets"]]
-    text += "".join(f"| {' | '.join(row)} |\n" for row in judged)
+    text = f"\n## {facts['paper']['title']} (arXiv {facts['paper']['arxiv']})\n\n{len(rows)} published numbers: {_counts(rows)}.\n"
+    text += "\n### Shape targets\n\n| target | setup | verdict | numbers |\n| --- | --- | --- | --- |\n"
+    text += "".join(f"| {' | '.join(row)} |\n" for row in shapes(paper, frames))
     for part, group in groupby(rows, key=lambda row: row.entry.id.split(".")[:2]):
         text += _section(part, list(group))
     text += "\n### Where the paper contradicts itself\n\n" + "".join(f"- {item}\n" for item in facts["known_inconsistencies"])
-    if published.deviations(paper):
-        text += "\n### What we do differently\n\n| id | section | ours | why | effect |\n| --- | --- | --- | --- | --- |\n"
-        text += "".join(f"| {' | '.join(item[key] for key in ('id', 'section', 'ours', 'why', 'effect'))} |\n" for item in published.deviations(paper))
+    if differences := published.deviations(paper):
+        text += "\n### What we do differently\n\n" + markdown(pd.DataFrame(differences), {name: (name, "{}") for name in differences[0]})
     return text + "\nSources: " + "; ".join(f"*{tag}* {meaning}" for tag, meaning in facts["sources"].items()) + ".\n"
 
 
 def _section(part: list[str], rows: list[Row]) -> str:
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).most_common())
-    text = f"\n### {part[0].removesuffix('s').capitalize()}: {part[1].replace('_', ' ')}\n\n<details><summary>{counts}</summary>\n\n"
+    text = f"\n### {part[0].removesuffix('s').capitalize()}: {part[1].replace('_', ' ')}\n\n<details><summary>{_counts(rows)}</summary>\n\n"
     text += "| number | source | published | simulated | measured | n | verdict | reason |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     for entry, measured, verdict, reason in rows:
         name, unit = ".".join(entry.id.split(".")[2:]), "" if entry.unit in ("ratio", "reward") else f" {entry.unit}"
         found, n = (f"{measured}{unit}", str(measured.n)) if measured else ("-", "-")
         text += f"| {name} | {entry.source} | {entry.value:.5g}{unit} | - | {found} | {n} | {verdict} | {reason} |\n"
     return text + "\n</details>\n"
+
+
+def _counts(rows: list[Row]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).most_common())

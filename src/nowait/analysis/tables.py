@@ -1,7 +1,7 @@
 """Tidy frames from runs and benches, and the papers' tables as Markdown: published columns first, measured ones after.
 
-A run is anything with `.manifest` (seed, config, config_digest, code_digest), `.metrics` and `.evaluations` (data frames). Results are {method: [run per seed]}
-of one setup; frames of several setups are joined with `pandas.concat`.
+A run is anything with `.manifest` (seed, config, config_digest, code_digest), `.metrics` and `.evaluations` (data frames). Results are
+{method: [run per seed]} of one setup; frames of several setups are joined with `pandas.concat`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import pandas as pd
 from nowait import published
 from nowait.analysis.statistics import mean_and_error, paired_difference
 
+_HEAD = {"setup": ("setup", "{}"), "method": ("method", "{}")}
+_COUNTS = {"seeds": ("n (seeds)", "{:d}"), "prompts": ("prompts", "{:d}")}
 REFERENCE = "recompute"  # differences in quality are against the method that A-3PO approximates
 
 
 def tidy(results: dict[str, list], columns: list[str]) -> pd.DataFrame:
     """One row per run and step that has any of the metrics `columns`: setup, method, seed, scale, clock, step, seconds, then the metrics.
 
-    `seconds` is the run's elapsed time without evaluations, on the run's clock. Numbers carry six significant digits, so that a CSV returns them unchanged.
+    `seconds` is the run's elapsed time without evaluations, on the run's clock. Numbers carry six significant digits: a CSV returns them exactly.
     """
     parts = [_tidy_run(method, run, columns) for method, runs in results.items() for run in runs]
     if not parts:
@@ -43,16 +45,13 @@ def training_time(setup: str, bench: dict, clock: str = "measured", scale: str =
     Speed-ups are medians over the bench's interleaved blocks; `bound` = 1 + f/u is the most that removing the forward pass can gain over recompute.
     """
     facts = published.load("a3po")["tables"]
-    hours, per_step = facts["training_hours"].get(setup, {}), facts["seconds_per_step"].get(setup, {})
+    shown = {"hours": "training_hours", **{name: name for name in ("seconds_per_step", "speedup_over_sync", "speedup_over_recompute")}}
     blocks = {row["method"]: np.asarray(row["blocks"], float) for row in bench["rows"]}
     rows = [
         {
             "setup": setup,
             "method": row["method"],
-            "published_hours": hours.get(row["method"]),
-            "published_seconds_per_step": per_step.get(row["method"]),
-            "published_speedup_over_sync": facts["speedup_over_sync"].get(setup, {}).get(row["method"]),
-            "published_speedup_over_recompute": facts["speedup_over_recompute"].get(setup, {}).get(row["method"]),
+            **{f"published_{name}": facts[table].get(setup, {}).get(row["method"]) for name, table in shown.items()},
             "seconds_per_step": row["seconds_per_step"],
             **{f"speedup_over_{base}": np.median(blocks[base] / blocks[row["method"]]) for base in ("sync", REFERENCE)},
             "blocks": len(row["blocks"]),
@@ -65,49 +64,44 @@ def training_time(setup: str, bench: dict, clock: str = "measured", scale: str =
 
 
 def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """The tidy frame with `seconds` = step x seconds per step of its method in `times`: runs made one after another do not time each other fairly."""
+    """The tidy frame with `seconds` = step x seconds per step in `times`: runs made one after another are no fair timing of methods."""
     per_step = times.set_index(["setup", "method"])["seconds_per_step"]
     keys = pd.MultiIndex.from_frame(frame[["setup", "method"]])
     missing = sorted(set(keys) - set(per_step.index))
     if missing:
         raise ValueError(f"the bench has no seconds per step for {missing}; measure them or leave these methods out")
-    return _rounded(frame.assign(seconds=frame["step"].to_numpy() * per_step.reindex(keys).to_numpy(), clock=f"{times['clock'].iloc[0]} (bench)"))
+    seconds = frame["step"].to_numpy() * per_step.reindex(keys).to_numpy()
+    return _rounded(frame.assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
 
 
 def proximal_seconds(bench: dict, clock: str = "measured") -> pd.DataFrame:
-    """Seconds to obtain log pi_prox for one batch, from the JSON of the proximal bench: forward pass or interpolation, at cpu and paper tensor sizes."""
+    """Seconds to obtain log pi_prox for one batch, from the JSON of the proximal bench: by forward pass or interpolation."""
     small, large = bench["cpu_model"], bench["paper_tensors"]
     rows = [("cpu model", REFERENCE, small["recompute_s"]), ("cpu model", "loglinear", small["interpolate_s"])]
-    rows.append(("tensors of the paper's size", "loglinear", large["interpolate_s"]))
+    rows += [("tensors of the paper's size", "loglinear", large["interpolate_s"])]
     return _rounded(pd.DataFrame(rows, columns=["tensors", "method", "seconds"]).assign(clock=clock))
 
 
 def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
     """Last evaluation reward per method, standard error, and the difference from recompute paired by seed and prompt."""
-    rewards = {method: _final_rewards(method, runs, evaluation) for method, runs in results.items()}
-    setup, scale = _setup(next(iter(results.values()))[0].manifest), next(iter(results.values()))[0].manifest["config"]["scale"]
-    values = published.load("a3po")["tables"]["final_eval_reward"].get(setup, {})
-    rows = []
+    rewards, rows = {method: _final_rewards(method, runs, evaluation) for method, runs in results.items()}, []
+    reference = rewards.get(REFERENCE)
     for method, reward in rewards.items():
-        estimate = mean_and_error(reward)
-        row = {"setup": setup, "method": method, "published": values.get(method), "reward": estimate.mean, "se": estimate.se}
-        if REFERENCE in rewards and method != REFERENCE:
-            if not (reward.index.equals(rewards[REFERENCE].index) and reward.columns.equals(rewards[REFERENCE].columns)):
-                raise ValueError(f"{setup}: {method} and {REFERENCE} need the same seeds and evaluation prompts; run the missing seeds")
-            difference = paired_difference(reward, rewards[REFERENCE])
+        row = _quality(method, results[method], reward)
+        row["published"] = published.load("a3po")["tables"]["final_eval_reward"].get(row["setup"], {}).get(method)
+        if reference is not None and method != REFERENCE:
+            if not (reward.index.equals(reference.index) and reward.columns.equals(reference.columns)):
+                raise ValueError(f"{row['setup']}: {method} and {REFERENCE} need the same seeds and evaluation prompts; run the missing seeds")
+            difference = paired_difference(reward, reference)
             row |= {"difference": difference.mean, "difference_se": difference.se}
-        rows.append(row | {"seeds": estimate.seeds, "prompts": estimate.prompts, "scale": scale})
+        rows.append(row)
     return _rounded(pd.DataFrame(rows))
 
 
 def benchmarks(results: dict[str, list], sets: list[str]) -> pd.DataFrame:
-    """Final reward in % on held-out sets, per method, with its standard error (setup, method, set, reward, se, seeds, prompts)."""
-    rows = []
-    for method, runs in results.items():
-        for name in sets:
-            estimate = mean_and_error(100 * _final_rewards(method, runs, name))
-            row = {"setup": _setup(runs[0].manifest), "method": method, "set": name, "reward": estimate.mean, "se": estimate.se}
-            rows.append(row | {"seeds": estimate.seeds, "prompts": estimate.prompts, "scale": runs[0].manifest["config"]["scale"]})
+    """Final reward in % on held-out sets, per method, with its standard error."""
+    cells = [(method, runs, name) for method, runs in results.items() for name in sets]
+    rows = [{**_quality(method, runs, 100 * _final_rewards(method, runs, name)), "set": name} for method, runs, name in cells]
     return _rounded(pd.DataFrame(rows))
 
 
@@ -115,15 +109,14 @@ def markdown(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
     """A Markdown table of `columns`: {column: (heading, format of a value)}; missing values print as a dash."""
     lines = ["| " + " | ".join(heading for heading, _ in columns.values()) + " |", "|" + " --- |" * len(columns)]
     for row in frame.to_dict("records"):
-        cells = ["–" if pd.isna(row[name]) else form.format(row[name]) for name, (_, form) in columns.items()]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = ["–" if pd.isna(row.get(name)) else form.format(row[name]) for name, (_, form) in columns.items()]
+        lines += ["| " + " | ".join(cells) + " |"]
     return "\n".join(lines) + "\n"
 
 
 def training_time_markdown(frame: pd.DataFrame) -> str:
     columns = {
-        "setup": ("setup", "{}"),
-        "method": ("method", "{}"),
+        **_HEAD,
         "published_hours": ("published: hours", "{:.2f}"),
         "published_speedup_over_sync": ("published: over sync", "{:.1f}x"),
         "published_speedup_over_recompute": ("published: over recompute", "{:.2f}x"),
@@ -135,40 +128,42 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
         "mean_staleness": ("mean d", "{:.1f}"),
         "blocks": ("n (blocks)", "{:d}"),
     }
-    first = frame.iloc[0]
+    scale, clock = frame[["scale", "clock"]].iloc[0]
     return markdown(frame, columns) + (
-        f"\nPublished hours include evaluations; the speed-ups named in the paper are against synchronous training. Measured: {first['scale']} scale, "
-        f"clock = {first['clock']}, medians over interleaved blocks. f/u: forward pass over update; 1 + f/u bounds any gain over recompute.\n"
+        "\nPublished hours include evaluations; the speed-ups that the paper names are against synchronous training. "
+        f"Measured: {scale} scale, clock = {clock}, medians over interleaved blocks; 1 + f/u (forward over update) bounds any gain over recompute.\n"
     )
 
 
 def final_eval_reward_markdown(frame: pd.DataFrame) -> str:
     columns = {
-        "setup": ("setup", "{}"),
-        "method": ("method", "{}"),
+        **_HEAD,
         "published": ("published (n = 1)", "{:.3f}"),
         "reward": ("measured", "{:.3f}"),
         "se": ("± s.e.", "{:.3f}"),
         "difference": ("minus recompute", "{:+.3f}"),
         "difference_se": ("± s.e. (paired)", "{:.3f}"),
-        "seeds": ("n (seeds)", "{:d}"),
-        "prompts": ("prompts", "{:d}"),
+        **_COUNTS,
     }
-    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; another model and task than published, so only differences compare.\n"
+    note = "another model and task than published, so only differences compare"
+    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}.\n"
 
 
 def benchmarks_markdown(frame: pd.DataFrame) -> str:
     facts = published.load("a3po")["tables"]["benchmarks_setup2"]
-    rows = [(name, method, *np.atleast_1d(value)) for name in ("aime24", "math500", "average") for method, value in facts[name].items()]
+    rows = [(name, method, *facts[name][method]) for name in ("aime24", "math500") for method in facts[name]]
+    rows += [("average", method, value, np.nan) for method, value in facts["average"].items()]
     shown = {"set": ("set", "{}"), "method": ("method", "{}"), "reward": ("%", "{:.2f}"), "se": ("± s.e.", "{:.2f}")}
-    measured = {"setup": ("setup", "{}"), **shown, "seeds": ("n (seeds)", "{:d}"), "prompts": ("prompts", "{:d}")}
-    return (
-        f"Published: setup 2, one sample per problem\n\n{markdown(pd.DataFrame(rows, columns=list(shown)), shown)}"
-        f"\nMeasured: {frame['scale'].iloc[0]} scale, held-out sets of the task\n\n{markdown(frame, measured)}"
-    )
+    left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **_COUNTS})
+    scale = frame["scale"].iloc[0]
+    return f"Published: setup 2, one sample per problem\n\n{left}\nMeasured: {scale} scale, held-out sets of the task\n\n{right}"
 
 
-TABLES = {"a3po_training_time": training_time_markdown, "a3po_final_eval_reward": final_eval_reward_markdown, "a3po_benchmarks": benchmarks_markdown}
+TABLES = {
+    "a3po_training_time": training_time_markdown,
+    "a3po_final_eval_reward": final_eval_reward_markdown,
+    "a3po_benchmarks": benchmarks_markdown,
+}
 
 
 def _setup(manifest: dict) -> str:
@@ -182,8 +177,15 @@ def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
         raise ValueError(f"{config['name']} {method} seed {run.manifest['seed']} has no metric {', '.join(missing)}")
     rows = metrics.dropna(subset=columns, how="all")
     seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
-    head = {"setup": _setup(run.manifest), "method": method, "seed": run.manifest["seed"], "scale": config["scale"], "clock": config["runtime"]["clock"]}
+    head = {"setup": _setup(run.manifest), "method": method, "seed": run.manifest["seed"]}
+    head |= {"scale": config["scale"], "clock": config["runtime"]["clock"]}
     return _rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
+
+
+def _quality(method: str, runs: list, rewards: pd.DataFrame) -> dict:
+    estimate, manifest = mean_and_error(rewards), runs[0].manifest
+    head = {"setup": _setup(manifest), "method": method, "scale": manifest["config"]["scale"]}
+    return head | {"reward": estimate.mean, "se": estimate.se, "seeds": estimate.seeds, "prompts": estimate.prompts}
 
 
 def _final_rewards(method: str, runs: list, evaluation: str) -> pd.DataFrame:

@@ -100,7 +100,8 @@ class _Run:
     async def get_state(self, step: int, elapsed: float) -> dict:
         sampler, scorer = await self.crew.samplers[0]("get_state"), await self.crew.scorer("get_state")
         own = {"step": step, "elapsed": elapsed, "finished": self.finished, "gate": self.gate.get_state(), "rollouts": self.rollouts.get_state()}
-        return {**own, "prompts": self.crew.prompts.get_state(), "sampler": sampler, "scorer": scorer}
+        learner = await self.crew.learners[0]("get_state")
+        return {**own, "prompts": self.crew.prompts.get_state(), "sampler": sampler, "scorer": scorer, "learner": learner}
 
     def set_state(self, state: dict) -> None:
         self.finished = list(state["finished"])
@@ -116,7 +117,7 @@ async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = 
     if state:
         run.set_state(state)
     elif plan.eval_every:
-        yield StepRecord(0, *await evaluate(crew))
+        yield StepRecord(0, *await evaluate(crew, True))
     run.rollout = asyncio.create_task(run.rollout_loop(), name="rollout")
     run.rollout.add_done_callback(lambda _: run.changed.set())
     watch = Stopwatch(state["elapsed"] if state else 0.0)
@@ -130,7 +131,7 @@ async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = 
             if evaluation or checkpoint:
                 await run.barrier()
                 if evaluation:
-                    more, record.rewards = await evaluate(crew)
+                    more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
                     record.metrics |= more
                 if checkpoint:
                     record.state = await run.get_state(step + 1, watch.elapsed)

@@ -14,6 +14,7 @@ from nowait.config import Experiment
 from nowait.runtime.timeline import Timeline
 
 Call = Callable[..., Awaitable[Any]]  # await call(method, *args): one worker on its device
+EVALUATION_CHUNK = 8  # tokens per round; freed slots are taken again at the next one
 PROXIMAL_FORWARD = {"recompute", "ppo", "diagnostic"}  # anchors that need a forward pass before the update
 
 
@@ -28,8 +29,7 @@ class Crew:
     timeline: Timeline
     devices: dict[str, list[str]]  # role -> device names
     evaluator: Call | None = None
-    evaluation_scorer: Call | None = None
-    evaluation_sets: dict[str, list[Request]] = field(default_factory=dict)
+    evaluations: dict[str, tuple[list[Request], Call]] = field(default_factory=dict)  # set -> requests and their scorer; "eval" is the regular one
     weights: Weights | None = None  # newest published
 
 
@@ -92,31 +92,33 @@ async def _update(learners: list[Call], batch: Batch, logp_prox: np.ndarray | No
     return (await asyncio.gather(*(learner("finish") for learner in learners)))[0]
 
 
-async def evaluate(crew: Crew) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Sample every evaluation set with the newest weights; metrics and the rewards [prompts, samples] of each set."""
+async def evaluate(crew: Crew, every_set: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Sample the set "eval" (or every set) with the newest weights: metrics, and the rewards [prompts, samples] of each set."""
     await crew.evaluator("load", crew.weights)
     metrics, rewards = {}, {}
-    for name, requests in crew.evaluation_sets.items():
-        rollouts = Rollouts(requests[0].n)
-        rollouts.admit(requests)
-        await asyncio.gather(crew.evaluator("admit", requests), crew.evaluation_scorer("admit", requests))
-        left = len(requests)
-        while left:
-            segments = await crew.evaluator("decode", max(r.max_new_tokens for r in requests))
-            left -= len(rollouts.add(segments))
-            await crew.evaluation_scorer("prefill", segments)
-        ids = [r.id for r in requests]
-        values = np.array(await crew.evaluation_scorer("finish", ids), np.float64)  # a failed grader becomes NaN
-        batch = rollouts.take(ids, 0)
-        prefix = "eval" if name == "eval" else f"eval/{name}"
-        per_prompt = np.nanmean(values, axis=1)
-        metrics |= {
-            f"{prefix}/reward": float(per_prompt.mean()),
-            f"{prefix}/se": float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))) if len(per_prompt) > 1 else 0.0,
-            f"{prefix}/len_mean": float(batch.length.mean()),
-        }
-        rewards[name] = values.astype(np.float32)
+    for name, (requests, scorer) in crew.evaluations.items():
+        if every_set or name == "eval":
+            more, rewards[name] = await _evaluate_set(crew.evaluator, requests, scorer)
+            prefix = "eval" if name == "eval" else f"eval/{name}"
+            metrics |= {f"{prefix}/{k}": v for k, v in more.items()}
     return metrics, rewards
+
+
+async def _evaluate_set(evaluator: Call, requests: list[Request], scorer: Call) -> tuple[dict[str, float], np.ndarray]:
+    rollouts, left = Rollouts(requests[0].n), len(requests)
+    rollouts.admit(requests)
+    await scorer("admit", requests)
+    await evaluator("admit", requests)
+    while left:
+        segments = await evaluator("decode", EVALUATION_CHUNK)
+        left -= len(rollouts.add(segments))
+        await scorer("prefill", segments)
+    ids = [r.id for r in requests]
+    rewards = np.array(await scorer("finish", ids), np.float64)  # None, a failed grader, becomes NaN
+    per_prompt = np.nanmean(rewards, axis=1)
+    error = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))) if len(per_prompt) > 1 else 0.0
+    metrics = {"reward": float(per_prompt.mean()), "se": error, "len_mean": float(rollouts.take(ids, 0).length.mean())}
+    return metrics, rewards.astype(np.float32)
 
 
 def staleness_of(batch: Batch) -> np.ndarray:

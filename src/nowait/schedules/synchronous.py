@@ -20,7 +20,7 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
     rollouts = Rollouts(plan.group_size)
     crew.weights = await crew.learners[0]("publish")
     if start == 0 and plan.eval_every:
-        yield StepRecord(0, *await evaluate(crew))
+        yield StepRecord(0, *await evaluate(crew, True))
     watch = Stopwatch(state["elapsed"] if state else 0.0)
     for step in range(start, plan.steps):
         crew.timeline.step = step
@@ -33,10 +33,11 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
         metrics = describe(crew, batch, stats, watch.lap(), watch.elapsed, rollouts.tokens())
         record = StepRecord(step + 1, metrics)
         if due(plan.eval_every, step + 1, plan.steps):
-            more, record.rewards = await evaluate(crew)
+            more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
             record.metrics |= more
         if due(plan.checkpoint_every, step + 1, plan.steps):
-            record.state = {"step": step + 1, "elapsed": watch.elapsed, "prompts": crew.prompts.get_state()}
+            learner = await crew.learners[0]("get_state")
+            record.state = {"step": step + 1, "elapsed": watch.elapsed, "prompts": crew.prompts.get_state(), "learner": learner}
         yield record
         watch.restart()
 

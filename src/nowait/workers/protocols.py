@@ -18,8 +18,8 @@ class Sampler(Protocol):
     def decode(self, max_tokens: int) -> Segments:
         """Advance every active sequence by up to max_tokens."""
 
-    def load(self, weights: Weights) -> None:
-        """Use these weights from now on; the sequences in flight are prefilled again."""
+    def load(self, weights: Weights) -> int:
+        """Use these weights from now on; the sequences in flight are prefilled again. Returns how many tokens that will be."""
 
     def drop(self, ids: list[int]) -> None:
         """Forget requests, running or waiting."""
@@ -56,10 +56,10 @@ class Learner(Protocol):
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
         """Data-parallel form of update: prepare, then gradient and apply for each of the returned number of minibatches, then finish."""
 
-    def gradient(self, minibatch: int, rank: int, ranks: int) -> np.ndarray:
-        """This rank's share of the minibatch's gradient, flat; the shares add up to the whole."""
+    def gradient(self, minibatch: int, rank: int, ranks: int) -> tuple[np.ndarray, dict]:
+        """This rank's share of the minibatch's gradient (flat) and statistics; the shares of all ranks add up to the whole."""
 
-    def apply(self, gradients: list[np.ndarray]) -> None: ...
+    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None: ...
     def finish(self) -> dict[str, float]: ...
     def get_state(self) -> dict[str, Any]: ...
     def set_state(self, state: dict[str, Any]) -> None: ...

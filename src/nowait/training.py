@@ -1,0 +1,132 @@
+"""From an experiment to a running schedule: builds devices, places workers, and streams the step records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from nowait import tasks
+from nowait.batch import Weights
+from nowait.config import Experiment
+from nowait.runtime.costs import LinearCosts
+from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
+from nowait.runtime.timeline import Timeline
+from nowait.schedules.asynchronous import asynchronous
+from nowait.schedules.common import Crew, StepRecord
+from nowait.schedules.synchronous import synchronous
+from nowait.tasks.prompts import Prompts, evaluation_requests
+from nowait.workers.scorers import RuleScorer
+
+SAMPLER, LEARNER = "nowait.workers.sampler:HFSampler", "nowait.workers.learner:HFLearner"
+
+
+def make_clock(experiment: Experiment):
+    """The clock that the experiment names."""
+    if experiment.runtime.clock == "model":
+        return ModelClock(LinearCosts(experiment.runtime.costs))
+    return WallClock() if experiment.runtime.clock == "wall" else MeasuredClock()
+
+
+async def stream(experiment: Experiment, seed: int, clock, timeline: Timeline, *, state: dict | None = None, snapshots: Path | None = None, policy: Path | None = None) -> AsyncIterator[StepRecord]:  # fmt: skip
+    """Step records of a training. `state` (a checkpoint's) continues it; `policy` is the folder that gets the final model.
+
+    A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
+    """
+    devices = _devices(experiment, clock, timeline)
+    schedule = asynchronous if experiment.schedule.kind == "asynchronous" else synchronous
+    try:
+        crew = await _crew(experiment, seed, devices, timeline, snapshots)
+        if state:
+            await _restore(crew, state)
+        async with aclosing(schedule(crew, experiment, state)) as records:
+            async for record in records:
+                if record.state is not None:
+                    record.state["time"] = asyncio.get_running_loop().time()
+                yield record
+        if policy:
+            await crew.learners[0]("save", str(policy))
+    finally:
+        for device in devices.values():
+            device.close()
+
+
+def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
+    runtime = experiment.runtime
+
+    def executor():
+        return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
+
+    devices = {name: Device(name, executor(), clock, timeline) for name in runtime.placement}
+    return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
+
+
+async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
+    roles = {role: [name for name, hosted in experiment.runtime.placement.items() if role in hosted] for role in ("sampler", "learner")}
+    encode, decode, _ = load_tokenizer(experiment.model.path)
+    driver = devices["driver"]
+    plan, sampling = experiment.schedule, experiment.sampler
+    task = tasks.load(experiment.task)
+    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
+    capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
+    for name in roles["sampler"]:
+        await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
+    files = str(snapshots) if experiment.runtime.executor == "process" else None
+    for name in roles["learner"]:
+        more = {"temperature": sampling.temperature, "gradient_checkpointing": experiment.model.gradient_checkpointing, "snapshots": files}
+        await devices[name].place("learner", LEARNER, **model, learner=experiment.learner, algorithm=experiment.algorithm, seed=seed, **more)
+    await driver.place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
+    crew = Crew(
+        samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
+        learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
+        scorer=partial(driver.run, "scorer"),
+        prompts=Prompts(task, encode, seed=seed, n=plan.group_size, max_prompt_tokens=sampling.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens),
+        timeline=timeline,
+        devices=roles | {"scorer": ["driver"]},
+        weights=Weights(0, None),
+    )
+    if plan.eval_every:
+        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], driver, model, encode, decode)
+    return crew
+
+
+async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, driver: Device, model: dict, encode, decode) -> None:
+    """A second sampler beside the first, with a random stream of its own and the same seed in every run, so that methods are compared on equal draws."""
+    plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
+    capacity = longest_prompt + plan.max_new_tokens
+    await device.place("evaluator", SAMPLER, **model, slots=experiment.sampler.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
+    crew.evaluator = partial(device.run, "evaluator")
+    for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
+        held_out = tasks.load(config)
+        await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=plan.samples)
+        requests = evaluation_requests(held_out, encode, plan.prompts, plan.samples, longest_prompt, plan.max_new_tokens)
+        crew.evaluations[name] = requests, partial(driver.run, f"{name} scorer")
+
+
+async def _restore(crew: Crew, state: dict) -> None:
+    crew.prompts.set_state(state["prompts"])
+    for learner in crew.learners:
+        await learner("set_state", state["learner"])
+    if "sampler" in state:
+        await crew.samplers[0]("set_state", state["sampler"])
+        await crew.scorer("set_state", state["scorer"])
+        await crew.samplers[0]("load", await crew.learners[0]("publish"))
+
+
+def load_tokenizer(path: str):
+    """encode(text) -> ids, decode(ids) -> text without special tokens, and the tokenizer itself."""
+    from transformers import AutoTokenizer
+
+    from nowait.workers.models import resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(path))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return encode, decode, tokenizer

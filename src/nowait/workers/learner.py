@@ -1,0 +1,226 @@
+"""Learner: log-probs and updates of a Hugging Face causal LM. All maths of a training step runs on the whole batch before it is split.
+
+Shape legend: S sequences of a batch, T longest response, N response tokens of a micro-batch, P longest prompt, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+
+from nowait.algorithms.advantages import group_relative, whiten
+from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_stats, ppo_loss
+from nowait.algorithms.proximal import alpha, interpolate, staleness
+from nowait.batch import Batch, Weights
+from nowait.config import AlgorithmConfig, LearnerConfig
+from nowait.workers.models import hidden_states, load_policy
+
+SNAPSHOTS_KEPT = 4  # files of published weights; a sampler reads at most the last two
+
+
+class HFLearner:
+    """GRPO with a choice of anchors. Weights of version k are those after k training steps."""
+
+    def __init__(self, path: str, learner: LearnerConfig, algorithm: AlgorithmConfig, *, temperature: float, seed: int, dtype: str = "float32", threads: int = 1, gradient_checkpointing: bool = False, snapshots: str | None = None) -> None:  # fmt: skip
+        self.model = load_policy(path, dtype, threads)
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.config, self.algorithm, self.temperature, self.seed = learner, algorithm, temperature, seed
+        self.version = 0
+        self._parameters = list(self.model.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, learner.lr, learner.betas, learner.eps, weight_decay=learner.weight_decay)
+        self._snapshots = Path(tempfile.mkdtemp(dir=snapshots)) if snapshots else None
+        self._step: _Step | None = None
+
+    @torch.no_grad()
+    def logp(self, batch: Batch) -> np.ndarray:
+        """Log-probs [S, T] of the response tokens under the current weights; 0 on padding."""
+        out = np.zeros(batch.token.shape, np.float32)
+        for rows in self._micro_batches(batch, np.arange(len(batch))):
+            part = batch.rows(rows)
+            out[rows, : part.token.shape[1]] = self._logp(part)[0].numpy()
+        return out
+
+    def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
+        """One training step: advantages, then epochs of minibatches, one optimiser step each. Raises FloatingPointError on NaN, naming the step."""
+        for minibatch in range(self.prepare(batch, logp_prox)):
+            self.apply([self.gradient(minibatch)])
+        return self.finish()
+
+    def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
+        if batch.step != self.version:
+            raise ValueError(f"the batch is for step {batch.step}, the learner has finished {self.version}")
+        self._step = _Step(batch, logp_prox, self._advantages(batch), self._minibatches(batch))
+        rate = self.config.lr * min(1.0, self.version / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return len(self._step.minibatches)
+
+    def gradient(self, minibatch: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, dict]:
+        """This rank's share of a minibatch's gradient (flat) and of its statistics; the shares of all ranks add up."""
+        step = self._step
+        rows = step.minibatches[minibatch]
+        denominator = int(step.batch.mask[rows].sum())
+        self._optimizer.zero_grad(set_to_none=True)
+        stats = []
+        for part in self._micro_batches(step.batch, rows[rank::ranks]):
+            loss, statistics = self._loss(step, part, denominator)
+            loss.backward()
+            stats.append(statistics)
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        return torch.cat([g.reshape(-1) for g in flat]).numpy(), merge_stats(stats)
+
+    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
+        """Add up the ranks' gradients, clip, and step the optimiser."""
+        total = torch.from_numpy(shares[0][0] if len(shares) == 1 else np.sum([g for g, _ in shares], 0))
+        sizes = [p.numel() for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, total.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
+        self._optimizer.step()
+        self._step.stats.append(merge_stats([s for _, s in shares]))
+        self._step.norms.append(float(norm))
+
+    def finish(self) -> dict[str, float]:
+        step, self._step = self._step, None
+        self.version += 1
+        sums = merge_stats(step.stats)
+        stats = finish_stats(sums)
+        for name in ("entropy", *(f"prox_abs_error/{a}" for a in ("loglinear", "linear", "behave", "reuse"))):
+            if f"{name}_sum" in sums:
+                stats[name] = float(sums[f"{name}_sum"]) / stats["tokens"] if stats["tokens"] else float("nan")
+        return stats | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
+
+    def publish(self) -> Weights:
+        """A snapshot: cloned tensors, or a safetensors file where the sampler lives in another process."""
+        tensors = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        if self._snapshots is None:
+            return Weights(self.version, tensors)
+        path = self._snapshots / f"{self.version}.safetensors"
+        save_file(tensors, path)
+        (self._snapshots / f"{self.version - SNAPSHOTS_KEPT}.safetensors").unlink(missing_ok=True)
+        return Weights(self.version, str(path))
+
+    def get_state(self) -> dict:
+        """Weights, optimiser moments and version, as arrays and numbers."""
+        state = {name: p.detach().float().numpy() for name, p in self.model.named_parameters()}
+        moments = self._optimizer.state_dict()["state"]
+        adam = {str(i): {k: v.float().numpy() for k, v in values.items()} for i, values in moments.items()}
+        return {"version": self.version, "model": state, "adam": adam}
+
+    @torch.no_grad()
+    def set_state(self, state: dict) -> None:
+        self.version = state["version"]
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(torch.from_numpy(state["model"][name]))
+        adam = {int(i): {k: torch.from_numpy(np.array(v)) for k, v in values.items()} for i, values in state["adam"].items()}
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
+
+    def save(self, folder: str) -> None:
+        """Write the policy as a Hugging Face checkpoint."""
+        self.model.save_pretrained(folder)
+
+    def digest(self) -> str:
+        """SHA-256 of the weights, to compare runs bit for bit."""
+        h = hashlib.sha256()
+        for parameter in self._parameters:
+            h.update(parameter.detach().float().numpy().tobytes())
+        return h.hexdigest()
+
+    def _advantages(self, batch: Batch) -> torch.Tensor:
+        """[S, T] float32: group-relative rewards of the sequences in the loss on every response token, whitened over the batch's tokens if asked."""
+        rows, mask = np.flatnonzero(batch.keep), torch.from_numpy(batch.mask)
+        per_sequence = torch.zeros(len(batch))
+        per_sequence[rows] = group_relative(torch.from_numpy(batch.reward[rows]), torch.from_numpy(batch.group[rows]), std=self.algorithm.advantage_std)
+        advantages = per_sequence[:, None].expand(mask.shape).where(mask, 0.0)
+        return whiten(advantages, mask) if self.algorithm.advantage_whiten and mask.any() else advantages
+
+    def _minibatches(self, batch: Batch) -> list[np.ndarray]:
+        """Sequence indices per optimiser step, shuffled anew in every epoch; a function of seed and step alone."""
+        rng = np.random.default_rng((self.seed, batch.step))
+        return [part for _ in range(self.config.epochs) for part in np.array_split(rng.permutation(len(batch)), self.config.minibatches)]
+
+    def _micro_batches(self, batch: Batch, rows: np.ndarray) -> list[np.ndarray]:
+        """Rows in groups of similar length whose padded size stays within the token budget (one row at least)."""
+        size = batch.prompt_length[rows] + batch.length[rows]
+        groups: list[list[int]] = []
+        for i in np.argsort(-size, kind="stable"):
+            if not groups or (len(groups[-1]) + 1) * widest > self.config.micro_batch_tokens:
+                groups.append([])
+                widest = size[i]
+            groups[-1].append(rows[i])
+        return [np.array(g, np.int64) for g in groups]
+
+    def _loss(self, step: _Step, rows: np.ndarray, denominator: int) -> tuple[torch.Tensor, dict]:
+        part = step.batch.rows(rows)
+        width = part.token.shape[1]
+        mask, behav = torch.from_numpy(part.mask), torch.from_numpy(part.logp_behav)
+        theta, entropy = self._logp(part)
+        prox = None if step.logp_prox is None else torch.from_numpy(step.logp_prox[rows, :width])
+        try:
+            loss, stats = self._objective(theta, prox, behav, step.advantages[rows, :width], mask, denominator, torch.from_numpy(part.version))
+        except FloatingPointError as error:
+            raise FloatingPointError(f"step {self.version}: {error}") from error
+        return loss, stats | {"entropy_sum": entropy.where(mask, 0).double().sum()}
+
+    def _objective(self, theta, prox, behav, advantages, mask, denominator, version) -> tuple[torch.Tensor, dict]:
+        """Loss with the anchor of design's table; `prox` is the recomputed one where the anchor needs it."""
+        a = self.algorithm
+        clip = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip, "denominator": denominator}
+        if a.anchor == "ppo":
+            return ppo_loss(theta, prox, advantages, mask, **clip)
+        d = staleness(self.version, version)
+        approximations = {
+            "loglinear": lambda: interpolate(behav, theta, alpha(d, a.fresh)),
+            "linear": lambda: interpolate(behav, theta, alpha(d, a.fresh), space="prob"),
+            "behave": lambda: behav,
+            "reuse": lambda: theta.detach(),
+        }
+        anchor = prox if prox is not None else approximations[a.anchor]()
+        loss, stats = decoupled_ppo_loss(theta, anchor, behav, advantages, mask, behav_weight_cap=a.behav_weight_cap, cap_mode=a.cap_mode, **clip)
+        if a.anchor == "diagnostic":
+            stats |= {f"prox_abs_error/{name}_sum": (make() - prox).abs().where(mask, 0).double().sum() for name, make in approximations.items()}
+        return loss, stats
+
+    def _logp(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [S, T] of the responses; vocabulary logits exist for a chunk of tokens at a time, also in the backward pass."""
+        width = batch.prompt.shape[1] + batch.token.shape[1]
+        total = batch.prompt_length + batch.length
+        ids = np.zeros((len(batch), width), np.int64)
+        ids[:, : batch.prompt.shape[1]] = batch.prompt
+        row, t = np.nonzero(np.arange(batch.token.shape[1]) < batch.length[:, None])
+        place = batch.prompt_length[row] + t  # of the token; the hidden state one before it predicts it
+        ids[row, place] = batch.token[row, t]
+        width = int(total.max())
+        # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
+        hidden = hidden_states(self.model, torch.from_numpy(ids[:, :width]))[row, place - 1]  # [N, H]
+        target = torch.from_numpy(ids[row, place])
+        parts = [
+            checkpoint(self._head, h, y, use_reentrant=False)
+            for h, y in zip(hidden.split(self.config.logp_chunk_tokens), target.split(self.config.logp_chunk_tokens), strict=True)
+        ]
+        shape, index = batch.token.shape, (torch.from_numpy(row), torch.from_numpy(t))
+        logp, entropy = (torch.zeros(shape).index_put(index, torch.cat(columns)) for columns in zip(*parts, strict=True))
+        return logp, entropy.detach()
+
+    def _head(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [chunk, V]
+        entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
+        return logp.gather(-1, target[:, None])[:, 0], entropy
+
+
+class _Step:
+    """A training step in progress."""
+
+    def __init__(self, batch: Batch, logp_prox: np.ndarray | None, advantages: torch.Tensor, minibatches: list[np.ndarray]) -> None:
+        self.batch, self.logp_prox, self.advantages, self.minibatches = batch, logp_prox, advantages, minibatches
+        self.stats: list[dict] = []
+        self.norms: list[float] = []
