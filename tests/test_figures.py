@@ -15,6 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from nowait import config
 from nowait.analysis import figures, tables
 
 METHODS = ("sync", "recompute", "loglinear")
@@ -28,7 +29,11 @@ COLUMNS = {
     "a3po_clipped_tokens": ["train/clipped_tokens", "train/clip_frac"],
     "a3po_entropy": ["train/entropy"],
 }
-PROXIMAL_BENCH = {"cpu_model": {"recompute_s": 0.1, "interpolate_s": 2e-4, "ratio": 500.0}, "paper_tensors": {"interpolate_s": 0.004, "bytes": 8_000_000}}
+PROXIMAL_BENCH = {
+    "cpu_model": {"recompute_s": 0.1, "interpolate_s": 2e-4, "ratio": 500.0},
+    "paper_tensors": {"interpolate_s": 0.004, "bytes": 8_000_000},
+    "blocks": 5,
+}
 
 
 @dataclass
@@ -62,15 +67,14 @@ def made_up_run(setup: str, method: str, seed: int, steps: int = 100, prompts: i
     evaluation = pd.DataFrame({"step": at, "eval/reward": 0.5 + 0.15 * at / steps + rng.normal(0, 0.005, 11)})
     row, name = np.arange(prompts), f"a3po/{setup}"
     last = [
-        pd.DataFrame({"step": when, "set": which, "row": row, "reward": (0.4 + 0.001 * row + 0.2 * when / steps + rng.normal(0, 0.005, prompts)).clip(0, 1)})
+        pd.DataFrame({"step": when, "set": which, "row": row, "reward": 0.4 + 0.001 * row + 0.2 * when / steps + rng.normal(0, 0.005, prompts)})
         for when in (0, steps)
         for which in ("eval", "longer")
     ]
     manifest = {
         "seed": seed,
         "config": {"name": name, "scale": "cpu", "method": method, "runtime": {"clock": "model"}},
-        "config_digest": f"{setup}-{method}",
-        "code_digest": "c0de",
+        "code": "c0de",
     }
     return Run(metrics.merge(evaluation, on="step", how="outer"), manifest, pd.concat(last, ignore_index=True))
 
@@ -79,16 +83,17 @@ def made_up_results(setup: str, seeds=(1, 2, 3), methods=METHODS, **options) -> 
     return {method: [made_up_run(setup, method, seed, **options) for seed in seeds] for method in methods}
 
 
-def made_up_bench() -> dict:
+def made_up_bench(setup: str = "setup1") -> dict:
     seconds = {"sync": 0.5, "recompute": 0.4, "loglinear": 0.3, "sync_colocated": 0.35}
     rows = [{"method": m, "seconds_per_step": s, "blocks": [s * 0.9, s, s * 1.2]} for m, s in seconds.items()]
-    return {"rows": rows, "sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "mean_staleness": 3.1}
+    stages = {"sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "forward_over_update": 0.3, "mean_staleness": 3.1}
+    return {"config": f"a3po/{setup}", "scale": "cpu", "clock": "measured", "rows": rows, **stages}
 
 
 def save_everything(folder, seeds=(1, 2, 3), setups=("setup1", "setup2"), methods=METHODS) -> None:
     results = [made_up_results(setup, seeds, methods) for setup in setups]
     record = tables.provenance(results)
-    times = pd.concat([tables.training_time(setup, made_up_bench()) for setup in setups])
+    times = pd.concat([tables.training_time(made_up_bench(setup)) for setup in setups])
     frames = {
         "a3po_training_time": times,
         "a3po_proximal_seconds": tables.proximal_seconds(PROXIMAL_BENCH),
@@ -122,11 +127,17 @@ def test_redrawing_from_the_csv_alone_gives_the_same_bytes(folder, name):
 def test_a_png_carries_its_provenance_and_no_date_or_version(folder):
     record = figures.read_provenance(folder / "a3po_entropy.png")
     data = hashlib.sha256((folder / "a3po_entropy.csv").read_bytes()).hexdigest()
-    configs = {f"setup1/{method}": f"setup1-{method}" for method in METHODS}
-    assert record == {"seeds": [1, 2, 3], "code": ["c0de"], "config": configs, "data": data}
+    assert set(record["config"]) == {f"setup1/{method}" for method in METHODS} and len(set(record["config"].values())) == 3
+    assert {key: record[key] for key in record if key != "config"} == {"seeds": [1, 2, 3], "code": ["c0de"], "data": data}
     assert json.loads((folder / "provenance.json").read_text())["a3po_entropy"] == record
     with Image.open(folder / "a3po_entropy.png") as image:
         assert set(image.info) == {"provenance", "dpi"}
+
+
+def test_provenance_has_the_digest_of_the_experiment():
+    experiment = config.load("a3po/setup2", method="recompute")
+    run = Run(pd.DataFrame(), {"seed": 7, "code": "c0de", "config": json.loads(experiment.model_dump_json())}, pd.DataFrame())
+    assert tables.provenance([{"recompute": [run]}]) == {"seeds": [7], "code": ["c0de"], "config": {"setup2/recompute": config.digest(experiment)}}
 
 
 def test_an_edited_csv_or_one_without_a_record_is_not_redrawn(tmp_path):
@@ -229,23 +240,24 @@ def test_tidy_names_the_run_that_lacks_a_metric():
 
 
 def test_training_time_is_medians_of_paired_ratios_with_the_bound():
-    bench = made_up_bench()
-    bench["rows"][0]["blocks"], bench["rows"][2]["blocks"] = [0.4, 0.6, 0.9], [0.4, 0.3, 0.3]  # sync over loglinear: 1, 2, 3
-    rows = tables.training_time("setup2", bench).set_index("method")
-    assert rows.loc["loglinear", "speedup_over_sync"] == 2
+    bench = made_up_bench("setup2")
+    bench["rows"][0]["blocks"], bench["rows"][2]["blocks"] = [0.4, 0.6, 0.9], [0.4, 0.3, 0.5]  # ratios 1, 2, 1.8; of medians 1.5
+    rows = tables.training_time(bench).set_index("method")
+    assert rows.loc["loglinear", "speedup_over_sync"] == 1.8
     assert rows.loc["loglinear", "f_over_u"] == 0.3 and rows.loc["loglinear", "bound"] == 1.3 and rows.loc["loglinear", "blocks"] == 3
-    assert rows.loc["loglinear", ["published_hours", "published_speedup_over_sync", "published_speedup_over_recompute"]].tolist() == [14.54, 1.8, 1.11]
+    published = [f"published_{name}" for name in ("hours", "seconds_per_step", "speedup_over_sync", "speedup_over_recompute")]
+    assert rows.loc["loglinear", published].tolist() == [14.54, 47.6, 1.8, 1.11]
     line = next(line for line in tables.training_time_markdown(rows.reset_index()).splitlines() if "sync_colocated" in line)
     assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |")
 
 
 def test_time_on_the_bench_is_steps_times_its_seconds_per_step():
     frame = tables.tidy(made_up_results("setup1", (1,)), ["eval/reward"])
-    timed = tables.on_bench_time(frame, tables.training_time("setup1", made_up_bench()))
+    timed = tables.on_bench_time(frame, tables.training_time(made_up_bench()))
     last = timed[timed["step"] == 100].set_index("method")["seconds"]
     assert last.to_dict() == {"sync": 50, "recompute": 40, "loglinear": 30} and set(timed["clock"]) == {"measured (bench)"}
     with pytest.raises(ValueError, match="setup1.*linear"):
-        tables.on_bench_time(frame.assign(method="linear"), tables.training_time("setup1", made_up_bench()))
+        tables.on_bench_time(frame.assign(method="linear"), tables.training_time(made_up_bench()))
 
 
 def test_final_rewards_are_of_the_last_evaluation_and_paired_with_recompute():

@@ -108,7 +108,7 @@ class Rollouts:
         self.n = n
         self.requests: dict[int, Request] = {}
         self._sequences: dict[int, _Sequence] = {}
-        self._oldest: dict[int, int] = {}  # request -> version of its first token
+        self.oldest: dict[int, int] = {}  # request -> version of its first token
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -130,16 +130,12 @@ class Rollouts:
             sequence.logp.append(segments.logp_behav[span])
             sequence.version.append(np.full(span.stop - span.start, segments.version, np.int32))
             sequence.finish = int(segments.finish[i])
-            self._oldest.setdefault(sid // self.n, segments.version)  # versions only grow
+            self.oldest.setdefault(sid // self.n, segments.version)  # versions only grow
         touched = {sid // self.n for sid in segments.sequence.tolist()}
         return sorted(r for r in touched if self.complete(r))
 
     def complete(self, request: int) -> bool:
         return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)
-
-    def older_than(self, version: int) -> list[int]:
-        """Requests whose oldest token was sampled before `version`, in submission order."""
-        return sorted(r for r, oldest in self._oldest.items() if oldest < version)
 
     def tokens(self) -> int:
         """Response tokens held: generated and not yet taken for training."""
@@ -147,11 +143,13 @@ class Rollouts:
 
     def take(self, requests: list[int], step: int) -> Batch:
         """Remove complete requests and return them as the batch of training step `step`, rewards still to be filled in."""
+        if unfinished := [r for r in requests if not self.complete(r)]:
+            raise ValueError(f"requests {', '.join(map(str, unfinished))} are not complete and cannot be taken for step {step}")
         sids = [s for r in requests for s in self.requests[r].sequences]
         owners = [self.requests[s // self.n] for s in sids]
         done = [self._sequences.pop(s) for s in sids]
         for r in requests:
-            del self.requests[r], self._oldest[r]
+            del self.requests[r], self.oldest[r]
         token = [np.concatenate(s.token) for s in done]
         return Batch(
             step=step,
@@ -172,7 +170,7 @@ class Rollouts:
         for r in requests:
             for s in self.requests.pop(r).sequences:
                 del self._sequences[s]
-            self._oldest.pop(r, None)
+            self.oldest.pop(r, None)
 
     def get_state(self) -> dict:
         requests, ids = list(self.requests.values()), list(self._sequences)
@@ -201,7 +199,7 @@ class Rollouts:
             sequence = self._sequences[sid]
             sequence.token, sequence.logp, sequence.version = ([state[k][span]] for k in ("token", "logp", "version"))
             sequence.finish = int(state["finish"][i])
-            self._oldest[sid // self.n] = min(int(state["version"][span.start]), self._oldest.get(sid // self.n, np.iinfo(np.int32).max))
+            self.oldest[sid // self.n] = min(int(state["version"][span.start]), self.oldest.get(sid // self.n, np.iinfo(np.int32).max))
 
 
 def pack_requests(requests: list[Request]) -> dict:

@@ -118,7 +118,7 @@ def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
 
 @_styled
 def proximal_seconds(frame: pd.DataFrame) -> Figure:
-    """Seconds to obtain log pi_prox: forward pass against interpolation (columns tensors, method, seconds, clock)."""
+    """Seconds to obtain log pi_prox: forward pass against interpolation (columns tensors, method, seconds, blocks, clock)."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     facts, place = published.load("a3po")["figures"]["proximal_seconds"], {}
@@ -129,7 +129,7 @@ def proximal_seconds(frame: pd.DataFrame) -> Figure:
     _dots(left, place)
     left.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
     _dots(right, {f"{row.method},\n{row.tensors}": (row.method, row.seconds, None) for row in frame.itertuples()})
-    right.set_title(f"measured, seconds per batch\nclock = {frame['clock'].iloc[0]}")
+    right.set_title(f"measured, seconds per batch\nn = {frame['blocks'].iloc[0]}, clock = {frame['clock'].iloc[0]}")
     return figure
 
 
@@ -239,7 +239,7 @@ def _measured(ax, frame: pd.DataFrame, x: str, column: str, binned: str | None =
     """Every method of a tidy frame of one setup over step or seconds; `binned` ("mean", "max") summarises twentieths of the run."""
     width = max(1, -(-int(frame["step"].max()) // 20)) if binned else 1
     ax.set_xlabel(("training step" if x == "step" else "seconds of training") + (f" ({binned} of {width} steps)" if width > 1 else ""))
-    for method in reversed(_methods(frame["method"].unique())):  # the paper's methods last, on top
+    for method in sorted(_methods(frame["method"].unique()), key=list(LOOK)[:3].__contains__):  # the paper's methods last, on top
         runs = frame[frame["method"] == method].dropna(subset=[column])
         table = runs.pivot(index="step", columns="seed", values=column).dropna()
         at = runs.groupby("step")[x].mean().loc[table.index]

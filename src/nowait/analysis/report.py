@@ -30,8 +30,8 @@ INTRODUCTION = """# Published, simulated, measured
 
 Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated* (the paper's hardware) is not part of this version.
 *Measured* is the cpu scale: tiny models, real training, judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`).
-n counts seeds, or blocks for times; published steps are matched by the fraction of the run. Verdicts: pass, fail, not judged (the reason says why),
-not run (no data in this folder), not attempted.
+n counts seeds, or blocks of a bench for times; published steps are matched by the fraction of the run.
+Verdicts: pass, fail, not judged (the reason says why), not run (no data in this folder), not attempted.
 """
 
 
@@ -216,9 +216,10 @@ def _table_values(frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
             error = np.sqrt((rows["se"] ** 2).sum()) / len(rows)
             values[f"tables.benchmarks_{setup}.average.{method}"] = Measured(rows["reward"].mean(), rows["seeds"].min(), error)
     if "a3po_proximal_seconds" in frames:
-        seconds = frames["a3po_proximal_seconds"][lambda frame: frame["tensors"] == "cpu model"].set_index("method")["seconds"]
-        values |= {f"figures.proximal_seconds.setup1.{method}.typical": Measured(seconds[method], 1) for method in seconds.index}
-        values["tables.proximal_seconds_headline.text.ratio"] = Measured(seconds[REFERENCE] / seconds["loglinear"], 1)
+        rows = frames["a3po_proximal_seconds"][lambda frame: frame["tensors"] == "cpu model"].set_index("method")
+        seconds, n = rows["seconds"], rows["blocks"].iloc[0]
+        values |= {f"figures.proximal_seconds.setup1.{method}.typical": Measured(seconds[method], n) for method in seconds.index}
+        values["tables.proximal_seconds_headline.text.ratio"] = Measured(seconds[REFERENCE] / seconds["loglinear"], n)
     return values
 
 
@@ -240,13 +241,9 @@ def _curve_values(frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
 
 def _edges(label: str, published_steps: int, steps: int) -> tuple[float, float] | None:
     """Our steps [from, to) that match a published label: a bin 30-60, a step 30, step1, end; None for anything else."""
-    if label == "step1":
-        return 1, 2
-    if label == "end":
-        return 0.95 * steps, steps + 1
     low, _, high = label.partition("-")
     if not low.isdigit():
-        return None
+        return {"step1": (1, 2), "end": (0.95 * steps, steps + 1)}.get(label)
     scale = steps / published_steps
     if not high:
         return int(low) * scale - 0.5, int(low) * scale + 0.5

@@ -1,11 +1,12 @@
 """Tidy frames from runs and benches, and the papers' tables as Markdown: published columns first, measured ones after.
 
-A run is anything with `.manifest` (seed, config, config_digest, code_digest), `.metrics` and `.evaluations` (data frames). Results are
-{method: [run per seed]} of one setup; frames of several setups are joined with `pandas.concat`.
+Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of several setups are joined with `pandas.concat`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
@@ -34,17 +35,17 @@ def tidy(results: dict[str, list], columns: list[str]) -> pd.DataFrame:
 def provenance(results: Iterable[dict[str, list]]) -> dict:
     """What a figure must say about its runs: seeds, digest of the code, digest of every configuration by setup/method."""
     runs = [(method, run.manifest) for result in results for method, several in result.items() for run in several]
-    configs = {f"{_setup(manifest)}/{method}": manifest["config_digest"] for method, manifest in runs}
-    codes = sorted({manifest["code_digest"] for _, manifest in runs})
-    return {"seeds": sorted({manifest["seed"] for _, manifest in runs}), "code": codes, "config": dict(sorted(configs.items()))}
+    texts = {f"{_setup(run)}/{method}": json.dumps(run["config"], sort_keys=True, separators=(",", ":")) for method, run in runs}
+    configs = {name: hashlib.sha256(texts[name].encode()).hexdigest()[:12] for name in sorted(texts)}  # as nowait.config.digest
+    return {"seeds": sorted({run["seed"] for _, run in runs}), "code": sorted({run["code"] for _, run in runs}), "config": configs}
 
 
-def training_time(setup: str, bench: dict, clock: str = "measured", scale: str = "cpu") -> pd.DataFrame:
+def training_time(bench: dict) -> pd.DataFrame:
     """Seconds per training step and speed-ups, one row per method, from the JSON of the asynchronous bench.
 
     Speed-ups are medians over the bench's interleaved blocks; `bound` = 1 + f/u is the most that removing the forward pass can gain over recompute.
     """
-    facts = published.load("a3po")["tables"]
+    facts, setup = published.load("a3po")["tables"], PurePosixPath(bench["config"]).name
     shown = {"hours": "training_hours", **{name: name for name in ("seconds_per_step", "speedup_over_sync", "speedup_over_recompute")}}
     blocks = {row["method"]: np.asarray(row["blocks"], float) for row in bench["rows"]}
     rows = [
@@ -58,9 +59,8 @@ def training_time(setup: str, bench: dict, clock: str = "measured", scale: str =
         }
         for row in bench["rows"]
     ]
-    shared = {key: bench[key] for key in ("sampler_s", "update_s", "forward_s", "mean_staleness")}
-    f_over_u = bench["forward_s"] / bench["update_s"]
-    return _rounded(pd.DataFrame(rows).assign(**shared, f_over_u=f_over_u, bound=1 + f_over_u, scale=scale, clock=clock))
+    shared = {key: bench[key] for key in ("sampler_s", "update_s", "forward_s", "mean_staleness", "scale", "clock")}
+    return _rounded(pd.DataFrame(rows).assign(**shared, f_over_u=bench["forward_over_update"], bound=1 + bench["forward_over_update"]))
 
 
 def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
@@ -74,12 +74,12 @@ def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     return _rounded(frame.assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
 
 
-def proximal_seconds(bench: dict, clock: str = "measured") -> pd.DataFrame:
+def proximal_seconds(bench: dict) -> pd.DataFrame:
     """Seconds to obtain log pi_prox for one batch, from the JSON of the proximal bench: by forward pass or interpolation."""
     small, large = bench["cpu_model"], bench["paper_tensors"]
     rows = [("cpu model", REFERENCE, small["recompute_s"]), ("cpu model", "loglinear", small["interpolate_s"])]
     rows += [("tensors of the paper's size", "loglinear", large["interpolate_s"])]
-    return _rounded(pd.DataFrame(rows, columns=["tensors", "method", "seconds"]).assign(clock=clock))
+    return _rounded(pd.DataFrame(rows, columns=["tensors", "method", "seconds"]).assign(blocks=bench["blocks"], clock="wall"))
 
 
 def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
@@ -198,7 +198,7 @@ def _final_rewards(method: str, runs: list, evaluation: str) -> pd.DataFrame:
         parts.append(rows[rows["step"] == rows["step"].max()].assign(seed=run.manifest["seed"]))
     table = pd.concat(parts).pivot(index="seed", columns="row", values="reward")
     if table.isna().to_numpy().any():
-        raise ValueError(f"{method}: the seeds were evaluated on different prompts of {evaluation!r}")
+        raise ValueError(f"{method}: the seeds were evaluated on different prompts of {evaluation!r}, or a prompt could not be graded")
     return table
 
 

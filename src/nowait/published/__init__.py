@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 import yaml
@@ -26,17 +28,17 @@ def load(paper: str) -> dict:
     """Everything published for "a3po" or "oppo", a fresh copy."""
     if paper not in PAPERS:
         raise ValueError(f"no published numbers for {paper!r}; there are {', '.join(PAPERS)}")
-    return _read(paper)
+    return copy.deepcopy(_read(paper))
 
 
 def targets() -> dict:
     """How each published number and shape target is judged, fixed before the runs: {paper: {entries: [...], shapes: {...}}}."""
-    return _read("targets")
+    return copy.deepcopy(_read("targets"))
 
 
 def deviations(paper: str) -> list[dict]:
     """What we do differently from the paper: dicts with id, section, ours, why, effect."""
-    return _read("deviations").get(paper, [])
+    return copy.deepcopy(_read("deviations").get(paper, []))
 
 
 def entries(paper: str) -> list[Entry]:
@@ -45,6 +47,7 @@ def entries(paper: str) -> list[Entry]:
     return [entry for part in ("tables", "figures") for entry in _walk((part,), facts[part], "", "", [])]
 
 
+@cache
 def _read(stem: str) -> dict:
     return yaml.safe_load((resources.files(__name__) / f"{stem}.yaml").read_text(encoding="utf-8"))
 

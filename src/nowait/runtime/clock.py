@@ -6,11 +6,13 @@ Nothing outside the loop can make it wait: threads, executors and sockets are re
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
+import inspect
 import itertools
 import math
 import threading
-from collections.abc import Coroutine
+from collections.abc import Iterator
 
 
 class Deadlock(RuntimeError):
@@ -62,6 +64,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when, callback, *args, context=None) -> asyncio.TimerHandle:
         self._check_closed()
+        if not math.isfinite(when):
+            raise ValueError(f"a timer cannot fire at t = {when}")
         timer = _Timer(when, callback, args, self, context)
         timer.number = next(self._numbers)
         heapq.heappush(self._scheduled, timer)
@@ -76,10 +80,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor, func, *args):
         raise RuntimeError("virtual time does not wait for executors; call the function and let its cost pass, or use the wall clock")
 
-    def add_reader(self, fd, callback, *args):
+    def _no_socket(self, *args):
         raise RuntimeError("virtual time does not wait for sockets; use the wall clock")
 
-    add_writer = add_reader
+    add_reader = add_writer = sock_connect = sock_accept = sock_recv = sock_sendall = _no_socket
 
     def _process_events(self, event_list) -> None: ...
 
@@ -87,15 +91,16 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _waiting(self) -> str:
         tasks = sorted((t for t in asyncio.all_tasks(self) if not t.done()), key=lambda t: t.get_name())
-        return "; ".join(f"{t.get_name()} awaits {_innermost(t.get_coro())}" for t in tasks) or "no task is left"
+        return "; ".join(f"{t.get_name()} awaits {' > '.join(_places(t.get_coro()))}" for t in tasks) or "no task is left"
 
 
-def _innermost(coroutine: Coroutine) -> str:
-    """Function and line where a suspended task stands, following its chain of awaits."""
-    frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
-    while (inner := getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)) is not None:
-        coroutine = inner
-        frame = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None) or frame
-    if frame is None:
-        return "nothing known"
-    return f"{frame.f_code.co_qualname}, {frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+def _places(awaitable: object) -> Iterator[str]:
+    """Function and line of every frame of a suspended task, the innermost last."""
+    while awaitable is not None:
+        kind = "cr" if inspect.iscoroutine(awaitable) else "ag" if inspect.isasyncgen(awaitable) else None
+        if kind is None:  # one step of an async generator hides the generator; anything else is the end of the chain
+            awaitable = next(filter(inspect.isasyncgen, gc.get_referents(awaitable)), None)
+            continue
+        if frame := getattr(awaitable, f"{kind}_frame"):
+            yield f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})"
+        awaitable = getattr(awaitable, f"{kind}_await")

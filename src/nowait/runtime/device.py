@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -47,9 +48,11 @@ class _Host:
     def place(self, name: str, factory: str | Callable, kwargs: dict) -> None:
         self.workers[name] = resolve(factory)(**kwargs)
 
-    def call(self, name: str, method: str, args: tuple) -> tuple[object, float]:
-        """Result and the seconds of processor time that this thread took for it."""
+    def call(self, name: str, method: str, args: tuple, timed: bool) -> tuple[object, float | None]:
+        """Result and, if `timed`, the seconds of processor time that this thread took for it."""
         function = getattr(self.workers[name], method)
+        if not timed:
+            return function(*args), None
         start = time.thread_time()
         result = function(*args)
         return result, time.thread_time() - start
@@ -83,8 +86,10 @@ class ProcessExecutor:
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid()))
 
     def submit(self, action: str, *args) -> Future:
-        if action == "place" and getattr(args[1], "__module__", "") == "__main__":
-            raise ValueError(f"{args[1].__name__} is defined in __main__, which a worker process cannot import: put it in a module")
+        if action == "place":
+            module, name = args[1].split(":")[:2] if isinstance(args[1], str) else (args[1].__module__, args[1].__qualname__)
+            if module == "__main__":
+                raise ValueError(f"{name} is defined in __main__, which a worker process cannot import: put it in a module")
         return self._pool.submit(_in_process, action, args)
 
     def close(self) -> None:
@@ -100,7 +105,14 @@ _host = _Host()  # of this worker process
 
 
 def _in_process(action: str, args: tuple):
-    return getattr(_host, action)(*args)
+    try:
+        return getattr(_host, action)(*args)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # its constructor asks for more than its message; the pool would take that for a dead process
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
 
 
 def _start_process(threads: int, parent: int) -> None:
@@ -119,13 +131,13 @@ def _leave_with(parent: int) -> None:
 class WallClock:
     """Real seconds."""
 
-    virtual = False
+    virtual = timed = False
 
 
 class MeasuredClock:
     """Virtual time in which each call costs the processor time that it really took; transfer and contention are left out."""
 
-    virtual = True
+    virtual = timed = True
 
     def seconds(self, worker: str, method: str, args: tuple, result: object, measured: float) -> float:
         return measured
@@ -134,13 +146,16 @@ class MeasuredClock:
 class ModelClock:
     """Virtual time from a cost function; never reads the machine's clock, so runs repeat bit for bit."""
 
-    virtual = True
+    virtual, timed = True, False
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
 
-    def seconds(self, worker: str, method: str, args: tuple, result: object, measured: float) -> float:
-        return self._cost(worker, method, args, result)
+    def seconds(self, worker: str, method: str, args: tuple, result: object, measured: None) -> float:
+        seconds = self._cost(worker, method, args, result)
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"the cost of {worker}.{method} is {seconds} seconds: the clock's cost function must give a finite number >= 0")
+        return seconds
 
 
 class Device:
@@ -150,23 +165,22 @@ class Device:
         self.name, self._executor, self._clock, self._timeline = name, executor, clock, timeline
         self._turn = asyncio.Lock()
 
-    async def place(self, name: str, factory: str | Callable, **kwargs) -> None:
+    async def place(self, name: str, factory: str | Callable, /, **kwargs) -> None:
         """Build a worker on this device from an importable factory, or `module:function`; its model never travels."""
-        await self._result(self._executor.submit("place", name, factory, kwargs), f"building {name}")
+        await self._result(f"building {name}", "place", name, factory, kwargs)
 
     async def run(self, name: str, method: str, *args):
         """Result of worker.method(*args). Raises the worker's own error, or `DeviceFailed` if its process died."""
         async with self._turn:
-            loop = asyncio.get_running_loop()
-            start = loop.time()
-            result, measured = await self._result(self._executor.submit("call", name, method, args), f"running {name}.{method}")
-            if self._clock.virtual:
-                await asyncio.sleep(self._clock.seconds(name, method, args, result, measured))
-            self._timeline.add(self.name, name, method, start, loop.time())
+            with self._timeline.call(self.name, name, method, asyncio.get_running_loop().time):
+                result, measured = await self._result(f"running {name}.{method}", "call", name, method, args, self._clock.timed)
+                if self._clock.virtual:
+                    await asyncio.sleep(self._clock.seconds(name, method, args, result, measured))
             return result
 
-    async def _result(self, future: Future, doing: str):
+    async def _result(self, doing: str, *action):
         try:
+            future = self._executor.submit(*action)
             if self._clock.virtual:
                 return future.result()
             await asyncio.sleep(0)  # an inline call has already run: let the other tasks have their turn

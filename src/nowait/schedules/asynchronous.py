@@ -1,8 +1,6 @@
 """Asynchronous training (A-3PO's setting): a rollout loop beside a training loop, joined by a staleness gate and a buffer.
 
-Strict order: batch k holds every request whose oldest token has version <= k - eta (training waits for them), filled up with
-finished requests in submission order. Then every token has staleness d <= eta at every update. The gate makes it feasible:
-requests admitted under versions <= k - eta number at most (k + 1) B, and k B of them are trained already.
+Strict order: every token has staleness d <= eta at every update, for which a training step may have to wait (`staleness.strict_batch`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from nowait.batch import Rollouts
 from nowait.config import Experiment
 from nowait.schedules.common import Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, slots_in_requests
-from nowait.schedules.staleness import StalenessGate
+from nowait.schedules.staleness import StalenessGate, strict_batch
 
 
 class _Run:
@@ -69,11 +67,7 @@ class _Run:
         size = self.plan.batch_size
         if self.plan.order == "completion":
             return sorted(self.finished[:size]) if len(self.finished) >= size else None
-        due_now = self.rollouts.older_than(step - self.plan.max_staleness + 1)
-        finished = set(self.finished)
-        if not finished.issuperset(due_now) or len(finished) < size:
-            return None
-        return sorted([*due_now, *sorted(finished.difference(due_now))[: size - len(due_now)]])
+        return strict_batch(step, self.rollouts.oldest, self.finished, size, self.plan.max_staleness)
 
     async def next_batch(self, step: int) -> list[int]:
         """Waits for the batch or for the rollout loop's failure, and raises the latter's error."""
@@ -99,7 +93,7 @@ class _Run:
 
     async def get_state(self, step: int, elapsed: float) -> dict:
         sampler, scorer = await self.crew.samplers[0]("get_state"), await self.crew.scorer("get_state")
-        own = {"step": step, "elapsed": elapsed, "finished": self.finished, "gate": self.gate.get_state(), "rollouts": self.rollouts.get_state()}
+        own = {"step": step, "elapsed": elapsed, "finished": list(self.finished), "gate": self.gate.get_state(), "rollouts": self.rollouts.get_state()}
         learner = await self.crew.learners[0]("get_state")
         return {**own, "prompts": self.crew.prompts.get_state(), "sampler": sampler, "scorer": scorer, "learner": learner}
 

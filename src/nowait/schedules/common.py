@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,11 +85,22 @@ async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, ancho
 async def _update(learners: list[Call], batch: Batch, logp_prox: np.ndarray | None) -> dict[str, float]:
     if len(learners) == 1:
         return await learners[0]("update", batch, logp_prox)
-    minibatches = (await asyncio.gather(*(learner("prepare", batch, logp_prox) for learner in learners)))[0]
+    minibatches = (await together(learner("prepare", batch, logp_prox) for learner in learners))[0]
     for m in range(minibatches):
-        shares = await asyncio.gather(*(learner("gradient", m, rank, len(learners)) for rank, learner in enumerate(learners)))
-        await asyncio.gather(*(learner("apply", shares) for learner in learners))
-    return (await asyncio.gather(*(learner("finish") for learner in learners)))[0]
+        shares = await together(learner("gradient", m, rank, len(learners)) for rank, learner in enumerate(learners))
+        await together(learner("apply", shares) for learner in learners)
+    return (await together(learner("finish") for learner in learners))[0]
+
+
+async def together(calls: Iterable[Awaitable]) -> list:
+    """Results of concurrent calls in their order; when one fails, the others are cancelled and joined before its error is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def evaluate(crew: Crew, every_set: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -115,7 +126,10 @@ async def _evaluate_set(evaluator: Call, requests: list[Request], scorer: Call) 
         await scorer("prefill", segments)
     ids = [r.id for r in requests]
     rewards = np.array(await scorer("finish", ids), np.float64)  # None, a failed grader, becomes NaN
-    per_prompt = np.nanmean(rewards, axis=1)
+    graded = np.isfinite(rewards).any(1)  # a prompt without a single grade is left out
+    if not graded.any():
+        raise ValueError(f"none of the {rewards.size} responses of an evaluation set could be graded; see the log")
+    per_prompt = np.nanmean(rewards[graded], axis=1)
     error = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))) if len(per_prompt) > 1 else 0.0
     metrics = {"reward": float(per_prompt.mean()), "se": error, "len_mean": float(rollouts.take(ids, 0).length.mean())}
     return metrics, rewards.astype(np.float32)

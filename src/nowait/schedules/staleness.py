@@ -1,9 +1,12 @@
-"""Admission control of asynchronous training: how many requests may start, so that none is trained on too late.
+"""Admission and order of asynchronous training: how many requests may start and which are trained next, so that none is trained on too late.
 
-Source: AReaL's staleness rule (2505.24298), capacity = (eta + version + 1) B - everything ever accepted or running.
+Source of the gate: AReaL's staleness rule (2505.24298), capacity = (eta + version + 1) B - everything ever accepted or running.
+The gate alone does not bound staleness, since a request can be overtaken by shorter ones; with the strict order it does.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class StalenessGate:
@@ -34,3 +37,16 @@ class StalenessGate:
 
     def set_state(self, state: dict[str, int]) -> None:
         self.running, self.accepted = state["running"], state["accepted"]
+
+
+def strict_batch(step: int, oldest: dict[int, int], finished: Iterable[int], batch_size: int, max_staleness: int) -> list[int] | None:
+    """The finished requests to train on at `step`, or None if it has to wait for others: then d <= max_staleness holds at this and every later step.
+
+    `oldest` is the version of the first token of every request not yet trained. A request must be trained by step oldest + max_staleness.
+    The earliest of the finished ones are taken, unless the rest, at `batch_size` a step from step + 1 on, could then not all be in time.
+    The gate makes waiting worth it: at most (step + 1) batch_size requests ever started under versions <= step - max_staleness.
+    """
+    chosen = sorted(finished, key=lambda request: (oldest[request], request))[:batch_size]
+    rest = sorted(oldest[request] for request in oldest.keys() - set(chosen))
+    in_time = all(step + 1 + i // batch_size <= version + max_staleness for i, version in enumerate(rest))
+    return sorted(chosen) if len(chosen) == batch_size and in_time else None

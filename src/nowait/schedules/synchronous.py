@@ -6,12 +6,11 @@ or colocated (both devices sample, then both train data-parallel) when the crew 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from nowait.batch import Request, Rollouts
 from nowait.config import Experiment
-from nowait.schedules.common import Call, Crew, StepRecord, Stopwatch, describe, due, evaluate, learn
+from nowait.schedules.common import Call, Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, together
 
 
 async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = None) -> AsyncIterator[StepRecord]:
@@ -28,7 +27,7 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
         rollouts.admit(requests)
         await crew.scorer("admit", requests)
         count = len(crew.samplers)
-        await asyncio.gather(*(_generate(crew, call, requests[i::count], rollouts, experiment.sampler.chunk) for i, call in enumerate(crew.samplers)))
+        await together(_generate(crew, call, requests[i::count], rollouts, experiment.sampler.chunk) for i, call in enumerate(crew.samplers))
         batch, stats = await learn(crew, rollouts, [r.id for r in requests], step, experiment.algorithm.anchor)
         metrics = describe(crew, batch, stats, watch.lap(), watch.elapsed, rollouts.tokens())
         record = StepRecord(step + 1, metrics)
@@ -36,8 +35,8 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
             more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
             record.metrics |= more
         if due(plan.checkpoint_every, step + 1, plan.steps):
-            learner = await crew.learners[0]("get_state")
-            record.state = {"step": step + 1, "elapsed": watch.elapsed, "prompts": crew.prompts.get_state(), "learner": learner}
+            workers = {"scorer": await crew.scorer("get_state"), "learner": await crew.learners[0]("get_state")}
+            record.state = {"step": step + 1, "elapsed": watch.elapsed, "prompts": crew.prompts.get_state(), **workers}
         yield record
         watch.restart()
 

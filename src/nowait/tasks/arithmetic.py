@@ -30,7 +30,7 @@ class Arithmetic(Model):
     operand_cap: Annotated[int, Field(ge=2, le=64)] = 12  # larger numbers of operands become this one
     restate_share: Fraction = 0.4  # demonstrations that restate the operands
     restate_cap: Annotated[int, Field(ge=0)] = 12  # longest chain, in operands, demonstrated in that style: long ones would triple
-    corrupted_share: Fraction = 0.1  # demonstrated sums that are too large by 1, 2 or 3
+    corrupted_share: Fraction = 0.15  # demonstrated sums that are too large by 1, 2 or 3
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def size(self, split: Split) -> int:

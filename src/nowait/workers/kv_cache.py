@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+GROUPED = "nowait_grouped"  # name of `grouped_attention` among the attention implementations
 
 
 class SlotCache:
-    """Keys and values [slots, kv_heads, capacity, head_dim] per layer.
+    """Keys and values [slots, kv_heads, capacity + 1, head_dim] per layer.
 
     Before a forward pass, `at(rows, positions, span)` says where its keys go and how many positions it may see;
     attention reads the first `span` positions of those rows. The last position of each slot takes what is padding.
@@ -17,6 +20,9 @@ class SlotCache:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"the built-in sampler needs full attention in every layer; this model has {', '.join(sorted(kinds))}")
+        window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+        if window is not None and window < capacity:
+            raise ValueError(f"the built-in sampler needs full attention; this model's window of {window} tokens is shorter than the cache's capacity of {capacity}")
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spare = capacity
@@ -26,15 +32,16 @@ class SlotCache:
     def at(self, rows: torch.Tensor | slice, positions: torch.Tensor, span: int) -> SlotCache:
         """rows [B] or a slice of slots, positions [B, T] of the tokens fed in (self.spare for padding)."""
         self._rows, self._positions, self._span = rows, positions, span
-        index = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        self._index = index[:, None]
+        self._index = (torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[:, None]
         return self
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [B, kv_heads, T, head_dim] and return what attention reads, [B, kv_heads, span, head_dim]."""
-        self.keys[layer][self._index, :, self._positions] = keys.transpose(1, 2)
-        self.values[layer][self._index, :, self._positions] = values.transpose(1, 2)
-        return self.keys[layer][self._rows, :, : self._span], self.values[layer][self._rows, :, : self._span]
+        return self._store(self.keys[layer], keys), self._store(self.values[layer], values)
+
+    def _store(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        held[self._index, :, self._positions] = new.transpose(1, 2)
+        return held[self._rows, :, : self._span]
 
     def get_seq_length(self, *_) -> int:
         return 0  # positions and masks are always given
@@ -43,3 +50,19 @@ class SlotCache:
         """Copy one sequence's first `length` positions to another slot."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[torch.Tensor, None]:
+    """Decoding without copying keys and values once per query head: the heads that share a key head become its query positions.
+
+    query [B, heads, 1, head_dim], key and value [B, kv_heads, span, head_dim], additive mask [B, 1, 1, span]; longer queries go the usual way.
+    """
+    batch, heads, length, width = query.shape
+    if length > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scores = torch.matmul(query.view(batch, key.shape[1], -1, width), key.transpose(-1, -2)).float() * scaling + attention_mask
+    out = torch.matmul(scores.softmax(-1).to(value.dtype), value)  # [B, kv_heads, heads / kv_heads, head_dim]
+    return out.reshape(batch, 1, heads, width), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_sta
 from nowait.algorithms.proximal import alpha, interpolate, staleness
 from nowait.batch import Batch, Weights
 from nowait.config import AlgorithmConfig, LearnerConfig
-from nowait.workers.models import hidden_states, load_policy
+from nowait.workers.models import checkpoint_layers, hidden_states, load_policy
 
 SNAPSHOTS_KEPT = 4  # files of published weights; a sampler reads at most the last two
 
@@ -30,7 +32,7 @@ class HFLearner:
     def __init__(self, path: str, learner: LearnerConfig, algorithm: AlgorithmConfig, *, temperature: float, seed: int, dtype: str = "float32", threads: int = 1, gradient_checkpointing: bool = False, snapshots: str | None = None) -> None:  # fmt: skip
         self.model = load_policy(path, dtype, threads)
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            checkpoint_layers(self.model)
         self.config, self.algorithm, self.temperature, self.seed = learner, algorithm, temperature, seed
         self.version = 0
         self._parameters = list(self.model.parameters())
@@ -56,7 +58,9 @@ class HFLearner:
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
         if batch.step != self.version:
             raise ValueError(f"the batch is for step {batch.step}, the learner has finished {self.version}")
-        self._step = _Step(batch, logp_prox, self._advantages(batch), self._minibatches(batch))
+        with self._naming_step():
+            advantages = self._advantages(batch)
+        self._step = _Step(batch, logp_prox, advantages, self._minibatches(batch))
         rate = self.config.lr * min(1.0, self.version / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -74,14 +78,14 @@ class HFLearner:
             loss.backward()
             stats.append(statistics)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1) for g in flat]).numpy(), merge_stats(stats)
+        return torch.cat([g.reshape(-1).float() for g in flat]).numpy(), merge_stats(stats)
 
     def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
         """Add up the ranks' gradients, clip, and step the optimiser."""
         total = torch.from_numpy(shares[0][0] if len(shares) == 1 else np.sum([g for g, _ in shares], 0))
         sizes = [p.numel() for p in self._parameters]
         for parameter, gradient in zip(self._parameters, total.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
@@ -110,10 +114,10 @@ class HFLearner:
         return Weights(self.version, str(path))
 
     def get_state(self) -> dict:
-        """Weights, optimiser moments and version, as arrays and numbers."""
-        state = {name: p.detach().float().numpy() for name, p in self.model.named_parameters()}
+        """A snapshot of weights, optimiser moments and version, as arrays and numbers."""
+        state = {name: _array(p) for name, p in self.model.named_parameters()}
         moments = self._optimizer.state_dict()["state"]
-        adam = {str(i): {k: v.float().numpy() for k, v in values.items()} for i, values in moments.items()}
+        adam = {str(i): {k: _array(v) for k, v in values.items()} for i, values in moments.items()}
         return {"version": self.version, "model": state, "adam": adam}
 
     @torch.no_grad()
@@ -165,11 +169,16 @@ class HFLearner:
         mask, behav = torch.from_numpy(part.mask), torch.from_numpy(part.logp_behav)
         theta, entropy = self._logp(part)
         prox = None if step.logp_prox is None else torch.from_numpy(step.logp_prox[rows, :width])
-        try:
+        with self._naming_step():
             loss, stats = self._objective(theta, prox, behav, step.advantages[rows, :width], mask, denominator, torch.from_numpy(part.version))
+        return loss, stats | {"entropy_sum": entropy.where(mask, 0).double().sum()}
+
+    @contextmanager
+    def _naming_step(self) -> Iterator[None]:
+        try:
+            yield
         except FloatingPointError as error:
             raise FloatingPointError(f"step {self.version}: {error}") from error
-        return loss, stats | {"entropy_sum": entropy.where(mask, 0).double().sum()}
 
     def _objective(self, theta, prox, behav, advantages, mask, denominator, version) -> tuple[torch.Tensor, dict]:
         """Loss with the anchor of design's table; `prox` is the recomputed one where the anchor needs it."""
@@ -215,6 +224,11 @@ class HFLearner:
         logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [chunk, V]
         entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
         return logp.gather(-1, target[:, None])[:, 0], entropy
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """A copy in float32, which later updates leave alone."""
+    return tensor.detach().to(torch.float32, copy=True).numpy()
 
 
 class _Step:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from nowait import assets
@@ -44,6 +47,15 @@ def hidden_states(model: PreTrainedModel, input_ids, attention_mask=None, positi
     if cache is not None:
         kwargs[_cache_argument(type(model.base_model))] = cache
     return model.base_model(input_ids=input_ids, **kwargs).last_hidden_state
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make each layer keep its input only and run again in the backward pass. Hugging Face's own way needs training mode, and with it dropout."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"model.gradient_checkpointing: {type(model).__name__} has no layers that support it; set false")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _cache_argument(backbone: type) -> str:

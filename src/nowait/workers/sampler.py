@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nowait.batch import LENGTH, STOP, Request, Segments, Weights, pack_requests, unpack_requests
-from nowait.workers.kv_cache import SlotCache
+from nowait.workers.kv_cache import GROUPED, SlotCache
 from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
 
 PREFILL_TOKENS = 16384  # padded tokens per prefill call
@@ -23,8 +23,9 @@ class HFSampler:
 
     def __init__(self, path: str, *, dtype: str = "float32", threads: int = 1, slots: int, capacity: int, temperature: float = 1.0, seed: int = 0, stream: int = 0) -> None:  # fmt: skip
         self.model = load_policy(path, dtype, threads).requires_grad_(False)
+        self.model.set_attn_implementation(GROUPED)
         self.temperature, self.seed, self.stream = temperature, seed, stream
-        self._eos = np.array(eos_ids(self.model))
+        self.eos = np.array(eos_ids(self.model))
         self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype)
         self._waiting: deque[tuple[Request, int]] = deque()  # request, sample
         self._active = 0
@@ -61,7 +62,7 @@ class HFSampler:
             token, logp = self._step(uniforms[row, t])
             steps.append((row, token, logp))
             made[: self._active] += 1
-            stopped = np.isin(token, self._eos)
+            stopped = np.isin(token, self.eos)
             ended = stopped | (made[: self._active] >= self._columns["limit"][: self._active])
             if ended.any():
                 finish[row[ended]] = np.where(stopped[ended], STOP, LENGTH)
@@ -78,8 +79,8 @@ class HFSampler:
         requests = {request.id: request for request, _ in self._waiting}
         return {
             "version": self._version,
-            "history": self._history[: self._active],
-            "columns": {name: column[: self._active] for name, column in self._columns.items()},
+            "history": self._history[: self._active].copy(),
+            "columns": {name: column[: self._active].copy() for name, column in self._columns.items()},
             "requests": pack_requests(list(requests.values())),
             "waiting": np.array([(request.id, sample) for request, sample in self._waiting], np.int64).reshape(-1, 2),
         }
@@ -131,7 +132,7 @@ class HFSampler:
         length = self._columns["length"][:active]
         at = torch.from_numpy(length - 1)
         span = int(length.max())
-        mask = (torch.arange(span) <= at[:, None])[:, None, None]  # [A, 1, 1, span]
+        mask = torch.where(torch.arange(span) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [A, 1, 1, span], added to scores
         newest = torch.from_numpy(self._history[np.arange(active), length - 1])[:, None]
         cache = self._cache.at(slice(0, active), at[:, None], span)
         hidden = hidden_states(self.model, newest, mask, at[:, None], cache)
@@ -168,6 +169,8 @@ class HFSampler:
         offset = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(sids)))]).astype(np.int64)
         token = np.concatenate([np.empty(0, np.int64), *(s[1] for s in steps)])[order].astype(np.int32)
         logp = np.concatenate([np.empty(0, np.float32), *(s[2] for s in steps)])[order].astype(np.float32)
+        if not np.isfinite(logp).all():
+            raise FloatingPointError(f"the model gives log-probs that are not finite under weights of version {self._version}: look at the learning rate")
         return Segments(sids, offset, token, logp, finish, self._version)
 
 

@@ -1,0 +1,58 @@
+# Two commands are enough, each sets itself up: `make reproduce` and `make test`.
+PAPER ?= all
+SCALE ?= cpu
+SEEDS ?= 1
+VENV ?= .venv
+PYTHON ?= python3.11 python3.12 python3.13 python3
+
+export OMP_NUM_THREADS ?= 1
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-nowait
+
+.DEFAULT_GOAL := help
+.PHONY: help venv reproduce test figures figures-full smoke bench lint clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## the environment in VENV (.venv), by the first of PYTHON that is 3.11 or newer
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { \
+	  for candidate in $(PYTHON); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	  done; \
+	  test -n "$$found" || { echo 'Python 3.11 or newer was not found. Install it, or say where it is: make PYTHON=/path/to/python3 ...' >&2; exit 1; }; \
+	  $$found -m venv $(VENV) || { echo "$$found cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	}
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/report.md; PAPER=all SCALE=cpu SEEDS=1
+	$(BIN)/nowait reproduce --paper $(PAPER) --scale $(SCALE) --seeds $(SEEDS)
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest
+
+figures: $(STAMP) ## redraw every figure from its CSV file and write the report again, without training
+	$(BIN)/nowait figures
+	$(BIN)/nowait report
+
+figures-full: SEEDS = 3
+figures-full: reproduce ## as reproduce, with 3 seeds: the figures that are committed
+
+smoke: $(STAMP) ## every run and notebook at scale smoke; writes under runs/ only
+	$(BIN)/nowait reproduce --paper $(PAPER) --scale smoke --seeds 1 --no-wandb
+
+bench: $(STAMP) ## time the schedules, the sampler and the proximal policy; one line of JSON each
+	$(BIN)/nowait bench async
+	$(BIN)/nowait bench sampler
+	$(BIN)/nowait bench proximal
+
+lint: $(STAMP) ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## delete caches and build products; keeps VENV, runs/ and figures/
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

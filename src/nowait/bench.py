@@ -1,0 +1,222 @@
+"""Measurements on this machine. Each returns one JSON-able dict; quote ratios of one call, since absolute times drift.
+
+Progress goes to stderr. Blocks of the methods are interleaved, and what is reported is the median over blocks of ratios inside a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from nowait import config as configs
+from nowait.batch import Batch, Request, Rollouts
+from nowait.config import Experiment
+from nowait.runtime.device import event_loop
+from nowait.runtime.timeline import Timeline
+
+COUNTED_STEPS = 20  # of each block, after the first eta + 2
+METHODS = ("sync", "sync_colocated", "recompute", "loglinear")
+
+
+def asynchronous(config: str = "a3po/setup1", scale: str = "cpu", clock: str = "measured", blocks: int = 3, overrides: list[str] | None = None) -> dict:
+    """Seconds per training step of A-3PO against synchronous training and recomputation, without evaluation.
+
+    measured: each call costs its processor time, devices never contend. wall: two worker processes, real seconds.
+    sampler_s, update_s, forward_s are those of the asynchronous runs per step; synchronous_sampler_s waits for the longest response.
+    overlap_efficiency = the busiest device's work per step over the elapsed time of A-3PO; on the wall clock the work is that
+    measured where the other device idles (update) or, for the sampler, in the run itself.
+    """
+    base = ["schedule.eval_every=0", "schedule.checkpoint_every=0", f"runtime.clock={clock}", f"runtime.executor={'process' if clock == 'wall' else 'inline'}"]
+    results: dict[str, list[dict]] = {method: [] for method in METHODS}
+    for block in range(blocks):
+        for method in METHODS:
+            experiment = configs.load(config, scale=scale, method=method, overrides=[*base, *(overrides or [])])
+            results[method].append(_block(experiment, seed=block))
+            _say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
+    return _summary(results) | {"config": config, "scale": scale, "clock": clock, "blocks": blocks, "counted_steps": COUNTED_STEPS}
+
+
+def _block(experiment: Experiment, seed: int) -> dict[str, float]:
+    """Means per counted step of one short training."""
+    from nowait.training import make_clock, stream
+
+    skipped = experiment.schedule.max_staleness + 2
+    schedule = experiment.schedule.model_copy(update={"steps": skipped + COUNTED_STEPS})
+    experiment, clock, rows = experiment.model_copy(update={"schedule": schedule}), make_clock(experiment), []
+
+    async def drive() -> None:
+        with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
+            async for record in stream(experiment, seed, clock, Timeline(), snapshots=Path(snapshots)):
+                rows.append(record.metrics)
+
+    with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
+        runner.run(drive())
+    names = ("step", "generate", "prox_forward", "train", "sync", "reward")
+    out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in names}
+    return out | {"d": statistics.fmean(row["stale/d_mean"] for row in rows[skipped:])}
+
+
+def _summary(results: dict[str, list[dict]]) -> dict:
+    def median(ratio) -> float:
+        return statistics.median(ratio({m: blocks[i] for m, blocks in results.items()}) for i in range(len(results["sync"])))
+
+    forward_over_update = median(lambda b: b["recompute"]["prox_forward"] / b["recompute"]["train"])
+    return {
+        "speedup_over_sync": median(lambda b: b["sync"]["step"] / b["loglinear"]["step"]),
+        "speedup_over_sync_colocated": median(lambda b: b["sync_colocated"]["step"] / b["loglinear"]["step"]),
+        "speedup_over_recompute": median(lambda b: b["recompute"]["step"] / b["loglinear"]["step"]),
+        "forward_over_update": forward_over_update,
+        "bound_over_recompute": 1 + forward_over_update,
+        "overlap_efficiency": median(lambda b: _ideal(b) / b["loglinear"]["step"]),
+        "sampler_s": median(lambda b: b["loglinear"]["generate"]),
+        "update_s": median(lambda b: b["loglinear"]["train"]),
+        "forward_s": median(lambda b: b["recompute"]["prox_forward"]),
+        "synchronous_sampler_s": median(lambda b: b["sync"]["generate"]),
+        "sampler_over_update": median(lambda b: b["loglinear"]["generate"] / b["loglinear"]["train"]),
+        "mean_staleness": median(lambda b: b["loglinear"]["d"]),
+        "rows": [
+            {"method": m, "seconds_per_step": statistics.median(b["step"] for b in blocks), "blocks": [b["step"] for b in blocks]}
+            for m, blocks in results.items()
+        ],
+    }
+
+
+def _ideal(block: dict[str, dict]) -> float:
+    """Work per step of the busiest device, the update as it runs alone (in the synchronous block)."""
+    return max(block["loglinear"]["generate"], block["sync"]["train"])
+
+
+def sampler(blocks: int = 3) -> dict:
+    """Useful tokens per second of the built-in sampler over those of `model.generate`, which pads each batch to its longest response.
+
+    512 requests of one sample through 128 slots, response lengths log-normal with median 15, cut at 200 (end-of-sequence switched off on
+    both sides); four batches of 128 for generate, which does not have to return log-probs. Also a single batch, and equal lengths.
+    """
+    rng = np.random.default_rng(0)
+    tailed = np.clip(np.round(rng.lognormal(np.log(15), 1.0, 512)), 1, 200).astype(int)
+    cases = {"ratio": tailed, "ratio_single_batch": tailed[:128], "ratio_equal_lengths": np.full(512, 32)}
+    ours, theirs = _samplers()
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    ours(cases["ratio_single_batch"]), theirs(cases["ratio_single_batch"])  # warm-up
+    for block in range(blocks):
+        for name, lengths in cases.items():
+            rates[name].append((lengths.sum() / ours(lengths), lengths.sum() / theirs(lengths)))
+            _say(f"block {block + 1} of {blocks}, {name}: {rates[name][-1][0]:.0f} against {rates[name][-1][1]:.0f} tokens/s")
+    ratios = {name: statistics.median(a / b for a, b in pairs) for name, pairs in rates.items()}
+    useful, generate = (statistics.median(pair[i] for pair in rates["ratio"]) for i in (0, 1))
+    return {"useful_tokens_per_s": useful, "generate_tokens_per_s": generate, **ratios, "blocks": blocks, "tokens": int(tailed.sum())}
+
+
+def _samplers():
+    """Two functions from response lengths to seconds: the built-in sampler, and generate in batches of 128."""
+    import torch
+    from transformers import GenerationConfig
+
+    from nowait.workers.models import load_policy
+    from nowait.workers.sampler import HFSampler
+
+    worker, model = HFSampler("asset:policy_small", slots=128, capacity=256), load_policy("asset:policy_small")
+    worker.eos, model.generation_config.eos_token_id = np.array([], int), None
+    prompts = np.random.default_rng(1).integers(0, 10, (512, 12)).astype(np.int32)
+
+    def ours(lengths: np.ndarray) -> float:
+        start, left = time.perf_counter(), len(lengths)
+        worker.admit([Request(i, prompts[i], 1, int(length)) for i, length in enumerate(lengths)])
+        while left:
+            left -= int((worker.decode(8).finish > 0).sum())
+        return time.perf_counter() - start
+
+    def theirs(lengths: np.ndarray) -> float:
+        start = time.perf_counter()
+        for i in range(0, len(lengths), 128):
+            longest = int(lengths[i : i + 128].max())
+            plan = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+            ids = torch.from_numpy(prompts[i : i + len(lengths[i : i + 128])]).long()
+            with torch.inference_mode():
+                model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plan)
+        return time.perf_counter() - start
+
+    return ours, theirs
+
+
+def proximal(config: str = "a3po/setup1", scale: str = "cpu", blocks: int = 5) -> dict:
+    """What the proximal policy costs: a forward pass over a training batch against the interpolation on the same batch.
+
+    paper_tensors: interpolation on 1,024 x 1,024 tokens; `bytes` is what it must move at least (three inputs, one output),
+    copy_gb_per_s what a plain copy of equally large tensors reaches here.
+    """
+    import torch
+
+    from nowait.workers.learner import HFLearner
+
+    torch.set_num_threads(1)
+    experiment = configs.load(config, scale=scale)
+    batch = _one_batch(experiment)
+    learner = HFLearner(experiment.model.path, experiment.learner, experiment.algorithm, temperature=experiment.sampler.temperature, seed=0)
+    theta = learner.logp(batch)
+    pairs = [(_seconds(lambda: learner.logp(batch)), _interpolation(batch.logp_behav, theta, batch.version + 5)) for _ in range(blocks)]
+    recompute, interpolate = (statistics.median(p[i] for p in pairs) for i in (0, 1))
+    rng, shape = np.random.default_rng(0), (1024, 1024)
+    large = [-rng.exponential(1.0, shape).astype(np.float32) for _ in range(2)]
+    version = rng.integers(0, 9, shape).astype(np.int32)
+    seconds = statistics.median(_interpolation(*large, version) for _ in range(blocks))
+    source, target = torch.from_numpy(large[0]), torch.empty(shape)
+    copy = statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(blocks))
+    moved = 16 * shape[0] * shape[1]
+    return {
+        "cpu_model": {"recompute_s": recompute, "interpolate_s": interpolate, "ratio": recompute / interpolate, "tokens": int(batch.length.sum())},
+        "paper_tensors": {"interpolate_s": seconds, "bytes": moved, "gb_per_s": moved / seconds / 1e9, "copy_gb_per_s": moved / 2 / copy / 1e9},
+        "blocks": blocks,
+    }
+
+
+def _one_batch(experiment: Experiment) -> Batch:
+    """The first training batch, as the sampler gives it."""
+    from nowait import tasks
+    from nowait.tasks.prompts import Prompts
+    from nowait.training import load_tokenizer
+    from nowait.workers.sampler import HFSampler
+
+    sampling, n = experiment.sampler, experiment.schedule.group_size
+    encode = load_tokenizer(experiment.model.path)[0]
+    lengths = {"max_prompt_tokens": sampling.max_prompt_tokens, "max_new_tokens": sampling.max_new_tokens}
+    requests = Prompts(tasks.load(experiment.task), encode, seed=0, n=n, **lengths).next(experiment.schedule.batch_size)
+    worker = HFSampler(experiment.model.path, slots=sampling.slots, capacity=sum(lengths.values()))
+    rollouts, left = Rollouts(n), len(requests)
+    rollouts.admit(requests)
+    worker.admit(requests)
+    while left:
+        left -= len(rollouts.add(worker.decode(sampling.chunk)))
+    return rollouts.take([r.id for r in requests], 0)
+
+
+def _interpolation(behav: np.ndarray, theta: np.ndarray, version: np.ndarray) -> float:
+    """Seconds of the anchor as the loss computes it: staleness, alpha, interpolation."""
+    import torch
+
+    from nowait.algorithms.proximal import alpha, interpolate, staleness
+
+    a, b, v = (torch.from_numpy(x) for x in (behav, theta, version))
+    newest = int(version.max())
+    return _seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))))
+
+
+def _seconds(call, repeats: int = 5) -> float:
+    """Median seconds of a call after a first one."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

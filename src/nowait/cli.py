@@ -1,0 +1,386 @@
+"""The command `nowait`. Commands import what they need when they run, so that help is quick."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from nowait.runs import RunResult
+
+INTERRUPTED = 130  # exit status of a command that Ctrl-C ended
+OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+
+app = typer.Typer(help="Rerun, tweak and teach A-3PO and OPPO. `nowait COMMAND --help` explains a command; --debug shows tracebacks.", **OPTIONS)
+runs_app = typer.Typer(help="List, show and compare runs. RUN is a folder, or the beginning of a run's path, name or hash that no other run shares.", **OPTIONS)
+assets_app = typer.Typer(help="Build or verify the shipped checkpoints.", **OPTIONS)
+app.add_typer(runs_app, name="runs")
+app.add_typer(assets_app, name="assets")
+
+Config = Annotated[str, typer.Argument(help="YAML file, or a shipped config such as a3po/setup1")]
+Scale = Annotated[str, typer.Option(help="a scale of the config, or paper")]
+NoWandb = Annotated[bool, typer.Option("--no-wandb", help="do not mirror metrics to Weights & Biases")]
+Run = Annotated[str, typer.Argument(metavar="RUN")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors end in one message on stderr, with a traceback only under --debug."""
+    if sys.platform == "win32":
+        print("nowait: Linux and macOS only; on Windows, use it inside WSL", file=sys.stderr)
+        return 1
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        app([a for a in arguments if a != "--debug"], prog_name="nowait")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("interrupted; what was recorded stays, and the same command continues it", file=sys.stderr)
+        return int(end.code or 0)
+    except (ValueError, RuntimeError, OSError) as error:
+        if "--debug" in arguments:
+            raise
+        print(f"nowait: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@app.command()
+def reproduce(
+    paper: Annotated[str, typer.Option(help="folder under notebooks/, or all")] = "all",
+    scale: Scale = "cpu",
+    seeds: Annotated[int, typer.Option(min=1, help="seeds per method: 1 to N")] = 1,
+    no_wandb: NoWandb = False,
+) -> None:
+    """Train, execute the notebooks, write figures. Continues where it stopped; smoke writes under runs/ only."""
+    from nowait import reproduce
+
+    for notebook in reproduce.reproduce(paper, scale, seeds, use_wandb=not no_wandb):
+        print(notebook)
+    print(reproduce.figures_dir() / "report.md")
+
+
+@app.command()
+def train(
+    config: Config,
+    scale: Annotated[str | None, typer.Option(help="a scale of the config, or paper; by default cpu")] = None,
+    method: Annotated[str | None, typer.Option(help="a key of nowait.config.METHODS, such as recompute")] = None,
+    seed: int = 1,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; repeatable")] = None,
+    no_wandb: NoWandb = False,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; by default one under runs/")] = None,
+) -> None:
+    """Train one run. A finished one is found again, an interrupted one continued."""
+    from nowait import runs
+    from nowait.config import load
+
+    experiment = load(config, scale, setting, method)
+    folder = out or runs.folder(experiment, seed)
+    with _progress(folder / "metrics.jsonl", experiment.schedule.steps):
+        result = runs.run(experiment, seed, folder, use_wandb=not no_wandb)
+    _print_aligned(_description(result))
+
+
+@contextmanager
+def _progress(metrics: Path, steps: int) -> Iterator[None]:
+    """A bar on stderr that follows the metrics file of a run."""
+    import threading
+
+    from tqdm import tqdm
+
+    finished = threading.Event()
+
+    def follow() -> None:
+        with tqdm(total=steps, unit="step") as bar:
+            while not finished.wait(0.5):
+                record = _last_record(metrics)
+                bar.set_postfix({"reward": record["rollout/reward_mean"]} if record.get("rollout/reward_mean") is not None else {}, refresh=False)
+                bar.update(record.get("step", 0) - bar.n)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+
+
+def _last_record(metrics: Path) -> dict[str, Any]:
+    """The last complete line of a metrics file that may be growing; empty where there is none."""
+    lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
+    return json.loads(lines[-2]) if len(lines) > 1 else {}
+
+
+@app.command()
+def sample(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts")],
+    samples: Annotated[int, typer.Option(min=1)] = 4,
+    seed: int = 0,
+) -> None:
+    """Let a trained policy answer a prompt, at the temperature of its training."""
+    import torch
+
+    result = _find(run)
+    if not (result.path / "policy" / "config.json").is_file():
+        raise ValueError(f"{result.path} has no trained policy; finish the run first: {_repeat(result)}")
+    config = result.manifest["config"]
+    model, tokenizer = result.policy()
+    unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
+    if unknown or not prompt:
+        what = f"--prompt has {' '.join(unknown)!r}, which the policy's tokenizer does not know" if unknown else "--prompt is empty"
+        raise ValueError(f"{what}; a prompt of this run's task: {_prompt_of(config['task'])}")
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    longest, temperature = config["sampler"]["max_new_tokens"], config["sampler"]["temperature"]
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
+    responses = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **sampling)[:, ids.shape[1] :]
+    for response in responses.tolist():
+        ended = any(token in response for token in _ends(model))
+        print(tokenizer.decode(response, skip_special_tokens=True) + ("" if ended else f"  [cut at {longest} tokens]"))
+
+
+def _ends(model) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
+
+
+def _prompt_of(task: dict) -> str:
+    from nowait import tasks
+    from nowait.config import TaskConfig
+
+    return tasks.load(TaskConfig(**task)).prompt("eval", 0)
+
+
+@runs_app.command("list")
+def list_runs() -> None:
+    """All runs, oldest first."""
+    from nowait import runs
+
+    rows = [["run", "status", "steps", "held-out reward", "started"]]
+    for result in runs.listing():
+        manifest = result.manifest
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["started"]))
+        rows.append([_name(result), manifest["status"], *_progress_made(result), started])
+    _print_aligned(rows)
+
+
+@runs_app.command()
+def show(run: Run, yaml: Annotated[bool, typer.Option("--yaml", help="print its resolved settings as a config file instead")] = False) -> None:
+    """What a run did, and the exact command that repeats it."""
+    result = _find(run)
+    if yaml:
+        from nowait.config import Experiment, to_yaml
+
+        print(to_yaml(Experiment.model_validate(result.manifest["config"])), end="")
+    else:
+        _print_aligned(_description(result))
+
+
+@runs_app.command()
+def diff(a: Annotated[str, typer.Argument(metavar="RUN")], b: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
+    """Settings, code, versions and results in which two runs differ."""
+    from nowait import config
+
+    left, right = _find(a), _find(b)
+    settings = config.diff(*(config.Experiment.model_validate(result.manifest["config"]) for result in (left, right)))
+    facts = zip(_facts(left), _facts(right), strict=True)
+    rows = [[key, str(x), str(y)] for key, x, y in [*settings, *((key, x, y) for (key, x), (_, y) in facts)] if x != y]
+    _print_aligned([["", _name(left), _name(right)], *rows])
+
+
+def _facts(result: RunResult) -> list[tuple[str, Any]]:
+    """What can differ between runs beside their settings."""
+    manifest, (steps, reward) = result.manifest, _progress_made(result)
+    facts = [(key, manifest[key]) for key in ("seed", "code", "commit", "status")]
+    return [*facts, *manifest["versions"].items(), ("steps", steps), ("held-out reward", reward)]
+
+
+def _find(text: str) -> RunResult:
+    """The run in folder `text`, else the only one whose path under runs/, name or hash begins with it."""
+    from nowait import runs
+
+    if (Path(text) / "manifest.json").is_file():
+        return runs.RunResult(Path(text))
+    listed = runs.listing()
+    found = [r for r in listed if any(name.startswith(text) for name in (_name(r), r.path.name, r.manifest["hash"]))]
+    if len(found) == 1:
+        return found[0]
+    names = "\n  ".join(_name(r) for r in found or listed)
+    what = f"{len(found)} runs begin with {text!r}; give more of the name" if found else f"no run {text!r}"
+    raise ValueError(f"{what}:\n  {names}" if names else f"{what}: there are none in {runs.root()}; `nowait train` makes one")
+
+
+def _name(result: RunResult) -> str:
+    """Path under the folder of all runs, or the whole path of a run elsewhere."""
+    from nowait import runs
+
+    root = runs.root()
+    return (result.path.relative_to(root) if result.path.is_relative_to(root) else result.path).as_posix()
+
+
+def _progress_made(result: RunResult) -> tuple[str, str]:
+    """Steps done of those wanted, and the last held-out reward with its standard error."""
+    steps = result.manifest["config"]["schedule"]["steps"]
+    if not (result.path / "metrics.jsonl").is_file() or (metrics := result.metrics).empty:
+        return f"0/{steps}", "-"
+    evaluations = metrics.dropna(subset="eval/reward") if "eval/reward" in metrics else metrics.iloc[:0]
+    reward = "{eval/reward:.3f} ± {eval/se:.3f}".format(**evaluations.iloc[-1]) if len(evaluations) else "-"
+    return f"{metrics['step'].max()}/{steps}", reward
+
+
+def _description(result: RunResult) -> list[list[str]]:
+    manifest, (steps, reward) = result.manifest, _progress_made(result)
+    seconds = f", {manifest['ended'] - manifest['started']:.0f} s" if "ended" in manifest else ""
+    return [
+        ["run", str(result.path)],
+        ["what", f"{manifest['name']} at scale {manifest['scale']}, method {manifest['method']}, seed {manifest['seed']}"],
+        ["title", manifest["config"]["title"]],
+        ["status", f"{manifest['status']}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
+        ["held out", f"reward {reward}"],
+        ["code", f"commit {manifest['commit']}, digest {manifest['code']}{_changed(manifest)}"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())],
+        ["repeat", _repeat(result)],
+    ]
+
+
+def _changed(manifest: dict) -> str:
+    from nowait.runs import code_digest
+
+    return "" if manifest["code"] == code_digest() else f" (here: {code_digest()}, so repeating it can give other numbers)"
+
+
+def _repeat(result: RunResult) -> str:
+    """The command that trains the run again: its config file with overrides if that gives its exact settings, else its settings as a file."""
+    from nowait.config import ConfigError, Experiment, diff, digest, load
+
+    experiment, seed = Experiment.model_validate(result.manifest["config"]), result.manifest["seed"]
+    choice = {"scale": experiment.scale, "method": experiment.method}
+    try:
+        overrides = [f"{key}={value}" for key, value in _settings(experiment, diff(load(experiment.name, **choice), experiment))]
+        if digest(load(experiment.name, overrides=overrides, **choice)) == digest(experiment):
+            options = [word for name, value in {**choice, "seed": str(seed)}.items() for word in (f"--{name}", value)]
+            return shlex.join(["nowait", "train", experiment.name, *options, *(word for text in overrides for word in ("--set", text))])
+    except ConfigError:
+        pass
+    return f"nowait runs show {shlex.quote(str(result.path))} --yaml > settings.yaml && nowait train settings.yaml --seed {seed}"
+
+
+def _settings(experiment, changes: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, str]]:
+    """Each changed key that an override can set (a table such as task.options whole), with the experiment's value as YAML."""
+    from nowait.config import KEYS
+
+    for field in dict.fromkeys(next(k for k in KEYS if f"{key}.".startswith(f"{k}.")) for key, *_ in changes):
+        value = experiment.model_dump(mode="json")
+        for part in field.split("."):
+            value = value[part]
+        yield field, json.dumps(value, ensure_ascii=False)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="async, sampler or proximal")],
+    argument: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="the same as --config")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file or shipped config")] = None,
+    scale: Annotated[str | None, typer.Option(help="a scale of the config")] = None,
+    clock: Annotated[str | None, typer.Option(help="measured or wall")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="interleaved repetitions")] = None,
+) -> None:
+    """Measure on this machine. Progress on stderr, one JSON object as the last line of stdout."""
+    import inspect
+    from contextlib import redirect_stdout
+
+    from nowait import bench
+
+    benches = {"async": bench.asynchronous, "sampler": bench.sampler, "proximal": bench.proximal}
+    if name not in benches:
+        raise ValueError(f"no bench {name!r}; choose one of {', '.join(benches)}")
+    given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks}
+    options = {option: value for option, value in given.items() if value is not None}
+    if unused := sorted(set(options) - set(inspect.signature(benches[name]).parameters)):
+        raise ValueError(f"bench {name} takes no {', '.join(unused)}")
+    with redirect_stdout(sys.stderr):
+        result = benches[name](**options)
+    print(json.dumps(result, allow_nan=False))
+
+
+@app.command()
+def report() -> None:
+    """Write report.md from the figures' CSV files."""
+    from nowait.analysis.report import report
+    from nowait.reproduce import figures_dir
+
+    report(figures_dir())
+    print(figures_dir() / "report.md")
+
+
+@app.command()
+def figures() -> None:
+    """Redraw all figures from their CSV files."""
+    from nowait.analysis.figures import redraw_all
+    from nowait.reproduce import figures_dir
+
+    if not (drawn := redraw_all(figures_dir())):
+        raise ValueError(f"no figure data in {figures_dir()}; `nowait reproduce` makes them")
+    for path in drawn:
+        print(path)
+
+
+@assets_app.command()
+def build(names: Annotated[list[str] | None, typer.Argument(help="by default all")] = None) -> None:
+    """Train shipped checkpoints anew, with fixed seeds, and replace them (minutes each)."""
+    from nowait import assets
+
+    for name in names or assets.RECIPES:
+        print(f"{name}: {assets.build(name)['sha256']}")
+
+
+@assets_app.command()
+def verify() -> None:
+    """Compare the weights with the hashes in their manifests."""
+    from nowait import assets
+
+    for name in assets.verify():
+        print(f"{name}: ok")
+
+
+@assets_app.command("list")
+def list_assets() -> None:
+    """Checkpoints, their size, and the exact match of sampled responses on held-out prompts."""
+    from nowait import assets
+
+    rows = [["asset", "parameters", *(f"exact match, {name}" for name in assets.EVALUATED)]]
+    for file in sorted(assets.DATA.glob(f"*/{assets.MANIFEST}")):
+        manifest = json.loads(file.read_text())
+        scores = [manifest["evaluation"][name]["sampled"] for name in assets.EVALUATED]
+        rows.append([file.parent.name, f"{manifest['parameters']:,}", *(f"{s['exact_match']:.3f} ± {s['standard_error']:.3f}" for s in scores)])
+    _print_aligned(rows)
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, devices, what is missing. Says how to get it; exit status 1 if something is missing."""
+    from nowait.doctor import checks
+
+    found = list(checks())
+    _print_aligned([[check.name, "ok" if check.remedy is None else "MISSING", check.text] for check in found])
+    missing = [check for check in found if check.remedy is not None]
+    for check in missing:
+        print(f"{check.name}: {check.remedy}", file=sys.stderr)
+    raise typer.Exit(1 if missing else 0)
+
+
+def _print_aligned(rows: Iterable[Iterable[str]]) -> None:
+    """Columns as wide as their widest cell; the last one as it comes."""
+    table = [list(row) for row in rows]
+    columns = max(map(len, table))
+    width = [max(len(row[i]) for row in table if len(row) > i + 1) if any(len(row) > i + 1 for row in table) else 0 for i in range(columns)]
+    for row in table:
+        print("  ".join([*(cell.ljust(width[i]) for i, cell in enumerate(row[:-1])), row[-1]]).rstrip())

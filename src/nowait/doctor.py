@@ -1,0 +1,96 @@
+"""What `nowait doctor` looks at: versions, threads, devices, and what a run, a notebook or the tests would miss."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from nowait import __version__, runs
+
+DISTRIBUTION = "nowait-rl"
+INSTALL = "pip install -e '.[dev]' -c constraints.txt"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a source checkout
+
+
+class Check(NamedTuple):
+    """One line of the examination; `remedy` is None where nothing is missing."""
+
+    name: str
+    text: str
+    remedy: str | None = None
+
+
+def checks() -> Iterator[Check]:
+    """Examine the installation; reads only."""
+    yield Check("nowait", f"{__version__}, commit {runs.commit()}, code {runs.code_digest()}")
+    yield Check("python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}")
+    yield _packages()
+    yield Check("threads", f"{os.cpu_count()} CPUs, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set: `export OMP_NUM_THREADS=1`')}")
+    yield Check("devices", _devices())
+    yield _assets()
+    yield _kernel()
+    yield _folder()
+    yield Check("wandb", f"WANDB_MODE {os.environ.get('WANDB_MODE', 'not set: online after `wandb login`, else offline')}; --no-wandb: off")
+
+
+def _packages() -> Check:
+    """Installed versions of what the package requires; a difference from constraints.txt is said and is no fault."""
+    try:
+        required = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return Check("packages", f"{DISTRIBUTION} is not installed", INSTALL)
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)) if CONSTRAINTS.is_file() else {}
+    shown, missing = [], []
+    for name in (re.match(r"[\w.-]+", line).group() for line in required):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        pin = pinned.get(name, version)
+        shown.append(f"{name} {version}" + ("" if version.split("+")[0] == pin else f" (constraints.txt: {pin})"))
+    return Check("packages", ", ".join([*shown, *(f"no {name}" for name in missing)]), f"install {', '.join(missing)}: {INSTALL}" if missing else None)
+
+
+def _devices() -> str:
+    try:
+        import torch
+    except ImportError as error:
+        return f"unknown, torch cannot be imported: {error}"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(gpus) or "CPU only, which is what the scales cpu and smoke use"
+
+
+def _assets() -> Check:
+    try:
+        from nowait import assets
+
+        names = assets.verify()
+    except (ImportError, ValueError) as error:
+        return Check("assets", str(error), "restore the files of src/nowait/data, or run `nowait assets build`")
+    missing = sorted(set(assets.RECIPES) - set(names))
+    return Check("assets", ", ".join(names) or "none", f"`nowait assets build {' '.join(missing)}`" if missing else None)
+
+
+def _kernel() -> Check:
+    remedy = f"{sys.executable} -m ipykernel install --sys-prefix"
+    try:
+        from jupyter_client.kernelspec import KernelSpecManager
+    except ImportError as error:
+        return Check("notebooks", str(error), INSTALL)
+    found = KernelSpecManager().find_kernel_specs()
+    return Check("notebooks", f"kernel python3 {found.get('python3', 'not found')}", None if "python3" in found else remedy)
+
+
+def _folder() -> Check:
+    root = runs.root()
+    there = next(folder for folder in (root, *root.resolve().parents) if folder.is_dir())
+    text = f"{root}, {shutil.disk_usage(there).free / 1e9:.0f} GB free"
+    return Check("runs", text, None if os.access(there, os.W_OK) else f"{there} cannot be written: set NOWAIT_RUNS to another folder")

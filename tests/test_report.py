@@ -1,0 +1,166 @@
+"""The report: every published number once, verdicts by the rules fixed in advance, shape targets that can fail."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from test_figures import COLUMNS, METHODS, made_up_bench, made_up_results, save_everything
+
+from nowait import published
+from nowait.analysis import report as reporting
+from nowait.analysis import tables
+from nowait.analysis.report import Measured, judge, report, shapes
+
+TARGETS = published.load("a3po")["shape_targets"]
+
+
+def verdict(values: dict[str, float], identifier: str) -> tuple[str, str]:
+    measured = {key: Measured(value, 3) for key, value in values.items()}
+    (row,) = [row for row in judge("a3po", measured) if row.entry.id == identifier]
+    return row.verdict, row.reason
+
+
+def swapped(folder, one: str, other: str) -> dict[str, pd.DataFrame]:
+    """The saved frames with two methods' names exchanged."""
+    frames = {csv.stem: pd.read_csv(csv) for csv in folder.glob("*.csv")}
+    for frame in frames.values():
+        frame["method"] = frame["method"].replace({one: other, other: one})
+    return frames
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("figures")
+    save_everything(path)
+    return path
+
+
+@pytest.mark.parametrize(("speedup", "expected"), [(1.5, "pass"), (1.13, "pass"), (1.87, "pass"), (1.12, "fail"), (1.88, "fail")])
+def test_a_speed_up_may_differ_by_a_quarter(speedup, expected):
+    assert verdict({"tables.speedup_over_sync.setup1.loglinear": speedup}, "tables.speedup_over_sync.setup1.loglinear")[0] == expected
+
+
+def test_rewards_are_judged_by_their_difference_from_recompute():
+    loglinear, recompute = "tables.final_eval_reward.setup1.loglinear", "tables.final_eval_reward.setup1.recompute"  # published: -0.006
+    assert verdict({loglinear: 0.500, recompute: 0.501}, loglinear)[0] == "pass"
+    result, reason = verdict({loglinear: 0.508, recompute: 0.500}, loglinear)
+    assert result == "fail" and reason.startswith("minus recompute: +0.008, published -0.006, margin 0.01; compare")
+    assert verdict({loglinear: 0.5, recompute: 0.5}, recompute) == ("not judged", "recompute is what the others are compared with")
+    assert verdict({loglinear: 0.5}, loglinear)[0] == "not judged"
+
+
+def test_clipped_tokens_are_judged_by_the_side_of_recompute_unless_published_values_are_close():
+    late, early = ("figures.clipped_tokens.setup1.{}.270-300", "figures.clipped_tokens.setup1.{}.3-15")
+    for window, below in ((late, "pass"), (early, "fail")):  # published: 4 under 348 late, 243 above 73 early
+        loglinear, recompute = window.format("loglinear"), window.format("recompute")
+        assert verdict({loglinear: 3, recompute: 9}, loglinear)[0] == below
+    close, reference = "figures.entropy.setup1.loglinear.30-60", "figures.entropy.setup1.recompute.30-60"  # .106 and .098
+    assert verdict({close: 0.1, reference: 0.5}, close) == ("not judged", "published gap to recompute under 20%")
+
+
+def test_the_cost_of_interpolation_and_the_headline_of_v1_have_ranges():
+    ratio, change = "tables.proximal_seconds_headline.text.ratio", "tables.v1_headline.training_time_change_pct"
+    assert verdict({ratio: 500}, ratio)[0] == "pass" and verdict({ratio: 99}, ratio)[0] == "fail"
+    assert verdict({change: -15}, change)[0] == "pass" and verdict({change: 2}, change)[0] == "fail"
+
+
+def test_what_was_not_measured_is_not_run_and_absolute_quantities_are_not_judged():
+    assert verdict({}, "tables.speedup_over_sync.setup1.loglinear") == ("not run", "")
+    result, reason = verdict({}, "tables.training_hours.setup1.sync")
+    assert result == "not judged" and "another model and machine" in reason
+
+
+def test_the_report_has_a_row_for_every_published_number(folder):
+    text = report(folder)
+    assert (folder / "report.md").read_text(encoding="utf-8") == text
+    sections = text.split("\n### ")
+    for paper in published.PAPERS:
+        for entry in published.entries(paper):
+            part, name, rest = entry.id.split(".", 2) if entry.id.count(".") > 1 else (*entry.id.split("."), "")
+            title = f"{part[:-1].capitalize()}: {name.replace('_', ' ')}\n"
+            assert sum(f"\n| {rest} | {entry.source} | {entry.value:.5g}" in section for section in sections if section.startswith(title)) == 1
+    assert all(item in text for item in published.load("a3po")["known_inconsistencies"])
+    assert all(item["effect"] in text for item in published.deviations("a3po"))
+
+
+def test_an_empty_folder_gives_a_report_without_any_judgement(tmp_path):
+    text = report(tmp_path / "none")
+    assert "| pass |" not in text and "| fail |" not in text
+    assert text.count("| not run | no rows of setup1 in a3po_") == text.count("| not run | no rows of setup2 in a3po_") == len(TARGETS)
+    assert text.count("| not attempted |") == len(published.entries("oppo")) + len(published.load("oppo")["shape_targets"])
+
+
+def test_measured_numbers_come_from_the_tables_with_their_n(folder):
+    text = report(folder)
+    assert "| setup1.loglinear | blog | 1.5 | - | 1.667 | 3 | pass | +11%, tolerance 25% |" in text
+    assert "| setup2.loglinear | derived | 1.11 | - | 1.333 | 3 | fail | +20%, tolerance 15%; the gain is bounded" in text
+    assert "| text.ratio | blog | 8500 | - | 500 | 5 | pass | asked: 100 to inf |" in text
+    assert "| training_time_change_pct | abstract | -18 % | - | -25 % | 3 | pass |" in text
+
+
+def test_curves_are_matched_by_the_fraction_of_the_run(tmp_path):
+    frame = tables.tidy(made_up_results("setup1", (1, 2), ["loglinear"]), ["eval/reward", "train/entropy"])
+    frame["eval/reward"], frame["train/entropy"] = frame["step"] / 1000, frame["step"] * 1.0
+    frame[frame["step"] % 10 == 0].to_csv(tmp_path / "a3po_eval_reward_steps.csv", index=False)
+    frame.to_csv(tmp_path / "a3po_entropy.csv", index=False)
+    text = report(tmp_path)
+    assert "| setup1.loglinear.150 | digitised | 0.7845 | - | 0.05 | 2 | not judged |" in text  # step 150 of 300: step 50 of 100
+    assert "| setup1.loglinear.30-60 | digitised | 0.106 nats | - | 14.5 nats | 2 |" in text  # steps 10 to 19
+    assert "| setup1.loglinear.270-300 | digitised | 0.058 nats | - | 95 nats | 2 |" in text  # steps 90 to 100, the last one included
+    assert "| setup1.step1.loglinear | digitised | 0.264 nats | - | 1 nats | 2 |" in text
+
+
+def test_shape_targets_hold_for_runs_that_behave_as_published(folder):
+    results = list(shapes("a3po", swapped(folder, "sync", "sync")))
+    assert [(target, setup) for target, setup, *_ in results] == [(target, setup) for target in TARGETS for setup in ("setup1", "setup2")]
+    assert {verdict for *_, verdict, _ in results} == {"pass"}
+
+
+def test_shape_targets_fail_when_recompute_behaves_like_loglinear(folder):
+    results = {target: verdict for target, setup, verdict, _ in shapes("a3po", swapped(folder, "recompute", "loglinear")) if setup == "setup1"}
+    assert [results[target] for target in TARGETS[:4]] == ["fail"] * 4
+
+
+def test_the_time_target_asks_for_about_the_forward_pass_and_less_than_sync():
+    frame = tables.training_time(made_up_bench())
+    rule = published.targets()["a3po"]["shapes"][0]
+    cases = {0.09: True, 0.03: False, 0.2: False}  # gap over a forward pass of 0.09 s: 1, a third, more than twice
+    for gap, expected in cases.items():
+        changed = frame.assign(seconds_per_step=frame["method"].map({"sync": 0.6, "recompute": 0.3 + gap, "loglinear": 0.3}))
+        assert reporting.SHAPES[rule["judge"]]({"a3po_training_time": changed}, "setup1", rule)[0] == expected
+    slow = frame.assign(seconds_per_step=frame["method"].map({"sync": 0.35, "recompute": 0.39, "loglinear": 0.3}))
+    assert not reporting.SHAPES[rule["judge"]]({"a3po_training_time": slow}, "setup1", rule)[0]
+
+
+def test_clipping_must_start_above_the_others_in_setup_1_only():
+    rule = published.targets()["a3po"]["shapes"][1]
+    for setup, expected in (("setup1", False), ("setup2", True)):
+        frame = tables.tidy(made_up_results(setup, (1,)), COLUMNS["a3po_clipped_tokens"])
+        frame.loc[frame["method"] == "loglinear", "train/clip_frac"] = 0.001
+        assert reporting.SHAPES[rule["judge"]]({"a3po_clipped_tokens": frame}, setup, rule)[0] == expected
+
+
+def test_a_spike_in_the_last_step_counts(folder):
+    frames = swapped(folder, "sync", "sync")
+    largest = frames["a3po_importance_weight_max"]
+    largest.loc[largest["method"] == "recompute", "train/ratio_max"] = 2.0
+    rule = published.targets()["a3po"]["shapes"][2]
+    assert not reporting.SHAPES[rule["judge"]](frames, "setup1", rule)[0]
+    largest.loc[(largest["method"] == "recompute") & (largest["step"] == 100), "train/ratio_max"] = 50.0
+    assert reporting.SHAPES[rule["judge"]](frames, "setup1", rule)[0]
+
+
+def test_a_final_reward_within_the_margin_but_not_resolved_says_so():
+    rule = published.targets()["a3po"]["shapes"][4]
+    nan = float("nan")
+    frame = pd.DataFrame({"setup": "setup1", "method": METHODS, "difference": [0.0, nan, -0.009], "difference_se": [0.006, nan, 0.006]})
+    passed, numbers = reporting.SHAPES[rule["judge"]]({"a3po_final_eval_reward": frame}, "setup1", rule)
+    assert passed and "-0.0090 ± 0.0060" in numbers and "not resolved" in numbers
+    frame.loc[2, "difference"] = -0.011
+    assert not reporting.SHAPES[rule["judge"]]({"a3po_final_eval_reward": frame}, "setup1", rule)[0]
+
+
+def test_a_missing_method_is_not_run_rather_than_failed(folder):
+    frames = {name: frame[frame["method"] != "recompute"] for name, frame in swapped(folder, "sync", "sync").items()}
+    frames["a3po_final_eval_reward"] = frames["a3po_final_eval_reward"].assign(difference=float("nan"))
+    assert {verdict for *_, verdict, _ in shapes("a3po", frames)} == {"not run"}
