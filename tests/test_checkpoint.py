@@ -147,7 +147,7 @@ def empty(path):
 
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
-    data[-9] ^= 1  # in the arrays a number, in the JSON a letter or a digit
+    data[-7] ^= 1  # in the arrays a number; in the JSON 123.25 becomes 133.25
     path.write_bytes(data)
 
 

@@ -92,7 +92,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, order, eval_every):
         assert [r.step for r in rest.records] == [r.step for r in whole.records[i + 1 :]]
         for ours, theirs in zip(rest.records, whole.records[i + 1 :], strict=True):
             assert ours.metrics == theirs.metrics
-            assert {k: v.tolist() for k, v in ours.rewards.items()} == {k: v.tolist() for k, v in theirs.rewards.items()}
+            assert {name: r.tobytes() for name, r in ours.rewards.items()} == {name: r.tobytes() for name, r in theirs.rewards.items()}
         assert rest.chain == whole.chain and rest.ended == whole.ended
         assert pickle.dumps(rest.records[-1].state) == pickle.dumps(whole.records[-1].state)
     in_flight = [len(whole.records[i].state["sampler"]["running"]) for i in checkpoints] if kind == "asynchronous" else [1]
@@ -127,6 +127,13 @@ def test_neither_length_nor_content_of_an_evaluation_touches_asynchronous_traini
     for other in (run(0.0, eval_every=4), run(1.0, eval_every=4), run(100.0, 9, eval_every=4), run(1.0, eval_every=4, checkpoint_every=4)):
         assert other.steps == barrier.steps
     assert barrier.column("time/elapsed")[-1] == sum(barrier.column("time/step"))
+
+
+def test_all_work_of_an_asynchronous_run_lies_within_its_steps_even_when_evaluations_stop_it():
+    run = train(experiment(eval_every=4), RandomCosts(grain=GRAIN))
+    work = {"sampler": run.column("time/generate") + run.column("time/sync"), "learner": run.column("time/train")}
+    for worker, seconds in work.items():
+        assert sum(seconds) == sum(s.end - s.start for s in run.timeline.spans if s.worker == worker)
 
 
 def test_evaluation_samples_the_newest_weights_on_the_same_prompts_every_time():
@@ -261,12 +268,12 @@ def test_workers_in_processes_train_exactly_like_workers_in_place():
 
 
 def test_a_request_that_cannot_be_graded_keeps_its_place_and_leaves_the_loss():
-    run, clean = (train(experiment(steps=25), broken=broken, rows=60) for broken in (30, None))
+    run, clean = (train(experiment(steps=25), broken=broken, rows=80) for broken in (40, None))
     assert run.column("rollout/requests") == clean.column("rollout/requests")
     for m in run.steps:
         assert m["rollout/grader_failed_frac"] == pytest.approx(m["train/dropped"] / 6)
         assert m["train/dropped"] % 2 == 0  # whole requests
-    assert 0 < sum(run.column("train/dropped")) < 20
+    assert 0 < sum(run.column("train/dropped")) < 8
 
 
 def test_too_many_failing_grades_stop_the_run_with_the_reason():

@@ -61,6 +61,14 @@ def test_a_resumed_run_repeats_steps_and_the_last_record_wins(tmp_path):
     assert math.isnan(frame["train/policy_loss"][0]) and frame["eval/reward"][0] == 0.5
 
 
+def test_rows_are_sorted_by_step(tmp_path):
+    tracker = track(tmp_path)
+    for step in (5, 3, 4):
+        tracker.log(step, {"time/step": step / 2})
+    frame = read_metrics(tmp_path / "metrics.jsonl")
+    assert frame["step"].tolist() == [3, 4, 5] and frame["time/step"].tolist() == [1.5, 2.0, 2.5]
+
+
 def test_killed_at_any_byte_of_the_last_line_the_run_goes_on_after_the_whole_lines(tmp_path):
     log_all(track(tmp_path))
     path = tmp_path / "metrics.jsonl"
@@ -186,7 +194,7 @@ class FakeRun:
 def wandb(monkeypatch):
     """Stands in for the package; `inits` are the arguments of wandb.init, `runs` what it returned."""
     fake = types.ModuleType("wandb")
-    fake.inits, fake.runs, fake.logged_in, fake.logins = [], [], False, []
+    fake.inits, fake.runs, fake.logged_in, fake.logins, fake.silent = [], [], False, [], False
 
     def init(**arguments):
         fake.inits.append(arguments)
@@ -194,10 +202,14 @@ def wandb(monkeypatch):
         return fake.runs[-1]
 
     def login(**arguments):
+        assert fake.silent, "wandb.login prints where it found the key"
         fake.logins.append(arguments)
         return fake.logged_in
 
-    fake.init, fake.login, fake.setup, fake.Settings = init, login, lambda settings: None, lambda **settings: settings
+    def setup(settings):
+        fake.silent = settings["silent"]
+
+    fake.init, fake.login, fake.setup, fake.Settings = init, login, setup, lambda **settings: settings
     fake.Histogram, fake.Image = (lambda np_histogram: np_histogram), (lambda path: ["image", path])
     fake.Table = lambda dataframe: ["table", dataframe]
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -209,12 +221,12 @@ def wandb(monkeypatch):
 def test_wandb_receives_the_numbers_of_metrics_jsonl_and_its_histograms(tmp_path, wandb):
     tracker = track(tmp_path, use_wandb=True)
     log_all(tracker)
-    tracker.log(3, {"rollout/reward_mean": float("nan"), "time/step": 2})
+    tracker.log(3, {"rollout/reward_mean": float("nan"), "time/step": 2, "stale/hist": []})
     received = wandb.runs[0].rows
     assert received[0]["stale/hist"] == ([4, 0, 2], [-0.5, 0.5, 1.5, 2.5])  # counts, edges: d = 0 lies in the middle of the first bin
     numbers = [numbers_of(row) for row in received]
     assert numbers == [{"train/global_step": record["step"]} | numbers_of(record) for record in records(tmp_path)]
-    assert set(numbers[2]) == {"train/global_step", "time/step"}
+    assert set(received[2]) == {"train/global_step", "time/step"}  # nothing of a mean or histogram over nothing
     assert wandb.runs[0].defined["train/*"] == wandb.runs[0].defined["eval/*"] == "train/global_step"
 
 

@@ -20,12 +20,12 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended
 OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 app = typer.Typer(help="Rerun, tweak and teach A-3PO and OPPO. `nowait COMMAND --help` explains a command; --debug shows tracebacks.", **OPTIONS)
-runs_app = typer.Typer(help="List, show and compare runs. RUN is a folder, or the beginning of a run's path, name or hash that no other run shares.", **OPTIONS)
+runs_app = typer.Typer(help="List, show and compare runs. RUN: a folder, or the beginning of just one run's path, name or hash.", **OPTIONS)
 assets_app = typer.Typer(help="Build or verify the shipped checkpoints.", **OPTIONS)
 app.add_typer(runs_app, name="runs")
 app.add_typer(assets_app, name="assets")
 
-Config = Annotated[str, typer.Argument(help="YAML file, or a shipped config such as a3po/setup1")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or a shipped config such as a3po/setup1")]
 Scale = Annotated[str, typer.Option(help="a scale of the config, or paper")]
 NoWandb = Annotated[bool, typer.Option("--no-wandb", help="do not mirror metrics to Weights & Biases")]
 Run = Annotated[str, typer.Argument(metavar="RUN")]
@@ -59,11 +59,10 @@ def reproduce(
     no_wandb: NoWandb = False,
 ) -> None:
     """Train, execute the notebooks, write figures. Continues where it stopped; smoke writes under runs/ only."""
-    from nowait import reproduce
+    from nowait.reproduce import reproduce
 
-    for notebook in reproduce.reproduce(paper, scale, seeds, use_wandb=not no_wandb):
-        print(notebook)
-    print(reproduce.figures_dir() / "report.md")
+    for path in reproduce(paper, scale, seeds, use_wandb=not no_wandb):
+        print(path)
 
 
 @app.command()
@@ -98,9 +97,11 @@ def _progress(metrics: Path, steps: int) -> Iterator[None]:
 
     def follow() -> None:
         with tqdm(total=steps, unit="step") as bar:
-            while not finished.wait(0.5):
+            done = False
+            while not done:
+                done = finished.wait(0.5)
                 record = _last_record(metrics)
-                bar.set_postfix({"reward": record["rollout/reward_mean"]} if record.get("rollout/reward_mean") is not None else {}, refresh=False)
+                bar.set_postfix(reward=record.get("rollout/reward_mean"), refresh=False)
                 bar.update(record.get("step", 0) - bar.n)
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -127,7 +128,9 @@ def sample(
 ) -> None:
     """Let a trained policy answer a prompt, at the temperature of its training."""
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     result = _find(run)
     if not (result.path / "policy" / "config.json").is_file():
         raise ValueError(f"{result.path} has no trained policy; finish the run first: {_repeat(result)}")

@@ -43,7 +43,7 @@ def checks() -> Iterator[Check]:
 def _packages() -> Check:
     """Installed versions of what the package requires; a difference from constraints.txt is said and is no fault."""
     try:
-        required = metadata.requires(DISTRIBUTION) or []
+        required = [line for line in metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
     except metadata.PackageNotFoundError:
         return Check("packages", f"{DISTRIBUTION} is not installed", INSTALL)
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)) if CONSTRAINTS.is_file() else {}
@@ -56,7 +56,8 @@ def _packages() -> Check:
             continue
         pin = pinned.get(name, version)
         shown.append(f"{name} {version}" + ("" if version.split("+")[0] == pin else f" (constraints.txt: {pin})"))
-    return Check("packages", ", ".join([*shown, *(f"no {name}" for name in missing)]), f"install {', '.join(missing)}: {INSTALL}" if missing else None)
+    text = ", ".join([*shown, *(f"no {name}" for name in missing)])
+    return Check("packages", text, f"install {', '.join(missing)}: {INSTALL}" if missing else None)
 
 
 def _devices() -> str:

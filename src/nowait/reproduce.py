@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nowait import runs
@@ -50,25 +52,37 @@ def notebooks(paper: str = "all") -> dict[str, list[Path]]:
 
 
 def reproduce(paper: str = "all", scale: str = "cpu", seeds: int = 1, *, use_wandb: bool = True) -> list[Path]:
-    """Train, execute the notebooks and write report.md; returns the executed notebooks, under runs/notebooks/SCALE/.
+    """Train, execute the notebooks and write report.md; returns the executed notebooks, under runs/notebooks/SCALE/, and the report.
 
     Runs use seeds 1 to `seeds`. Scale smoke writes its figures under the runs, never to figures/. Raises RunFailed where a run or a
     notebook fails; what was finished until then stays.
     """
-    selected = notebooks(paper)
-    os.environ["NOWAIT_RUNS"] = str(runs.root().resolve())  # notebooks execute in the project's folder, wherever this was called
-    if scale == "smoke":
-        os.environ.setdefault("NOWAIT_FIGURES", str(runs.root() / "figures-smoke"))
-    numbers, outputs = list(range(1, seeds + 1)), []
-    for name, files in selected.items():
-        trained = experiments(name, scale)
-        runs.sweep(trained, numbers, use_wandb=use_wandb)
-        hashes = [runs.run_hash(experiment, seed) for experiment in trained for seed in numbers]
-        outputs += [_execute(file, scale, numbers, hashes) for file in files]
     from nowait.analysis.report import report
 
-    report(figures_dir())
-    return outputs
+    selected, numbers, outputs = notebooks(paper), list(range(1, seeds + 1)), []
+    root = runs.root().resolve()
+    figures = root / "figures-smoke" if scale == "smoke" else figures_dir()
+    with _environment(NOWAIT_RUNS=str(root), NOWAIT_FIGURES=str(figures)):  # for the kernels, which run in the project's folder
+        for name, files in selected.items():
+            trained = experiments(name, scale)
+            runs.sweep(trained, numbers, use_wandb=use_wandb)
+            hashes = [runs.run_hash(experiment, seed) for experiment in trained for seed in numbers]
+            outputs += [_execute(file, scale, numbers, hashes) for file in files]
+        report(figures)
+    return [*outputs, figures / "report.md"]
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for the duration of a block."""
+    before = os.environ.copy()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in values if name in before})
 
 
 def _execute(notebook: Path, scale: str, seeds: list[int], hashes: list[str]) -> Path:

@@ -186,7 +186,7 @@ class Tracker:
         for key, value in record.items():
             if isinstance(value, (int, float)) and key != "step":
                 payload[key] = value
-            elif key.endswith("/hist"):
+            elif key.endswith("/hist") and value:  # wandb has no histogram of nothing
                 payload[key] = self._wandb.Histogram(np_histogram=(value, [i - 0.5 for i in range(len(value) + 1)]))
         return payload
 

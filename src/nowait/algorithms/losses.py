@@ -86,7 +86,8 @@ def decoupled_ppo_loss(
     if cap_mode not in ("mask", "clamp"):
         raise ValueError(f"cap_mode={cap_mode!r}: choose 'mask' or 'clamp'")
     mask = mask.bool()
-    theta, prox, behav, advantages = visible(mask, logp_theta=logp_theta, logp_prox=logp_prox, logp_behav=logp_behav, advantages=advantages)
+    # behav before prox, which may be made of it: the error names the cause
+    theta, behav, prox, advantages = visible(mask, logp_theta=logp_theta, logp_behav=logp_behav, logp_prox=logp_prox, advantages=advantages)
     prox = prox.detach()
     log_rho = prox - behav.detach()
     raw = log_rho.clamp(max=LOG_RATIO_MAX).exp()

@@ -120,15 +120,16 @@ async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = 
             crew.timeline.step = step
             batch, stats = await learn(crew, run.rollouts, await run.next_batch(step), step, experiment.algorithm.anchor)
             run.changed.set()
-            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens()))
             evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
             if evaluation or checkpoint:
-                await run.barrier()
-                if evaluation:
-                    more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
-                    record.metrics |= more
-                if checkpoint:
-                    record.state = await run.get_state(step + 1, watch.elapsed)
+                await run.barrier()  # inside the step's time, since the sampler goes on working
+            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens()))
+            if evaluation:
+                more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
+                record.metrics |= more
+            if checkpoint:
+                record.state = await run.get_state(step + 1, watch.elapsed)
+            if evaluation or checkpoint:
                 run.release()
                 watch.restart()
             yield record

@@ -156,6 +156,7 @@ class HFLearner:
         """Rows in groups of similar length whose padded size stays within the token budget (one row at least)."""
         size = batch.prompt_length[rows] + batch.length[rows]
         groups: list[list[int]] = []
+        widest = 0
         for i in np.argsort(-size, kind="stable"):
             if not groups or (len(groups[-1]) + 1) * widest > self.config.micro_batch_tokens:
                 groups.append([])
@@ -204,7 +205,7 @@ class HFLearner:
         width = batch.prompt.shape[1] + batch.token.shape[1]
         total = batch.prompt_length + batch.length
         ids = np.zeros((len(batch), width), np.int64)
-        ids[:, : batch.prompt.shape[1]] = batch.prompt
+        ids[:, : batch.prompt.shape[1]] = np.where(np.arange(batch.prompt.shape[1]) < batch.prompt_length[:, None], batch.prompt, 0)
         row, t = np.nonzero(np.arange(batch.token.shape[1]) < batch.length[:, None])
         place = batch.prompt_length[row] + t  # of the token; the hidden state one before it predicts it
         ids[row, place] = batch.token[row, t]

@@ -170,7 +170,7 @@ class HFSampler:
         token = np.concatenate([np.empty(0, np.int64), *(s[1] for s in steps)])[order].astype(np.int32)
         logp = np.concatenate([np.empty(0, np.float32), *(s[2] for s in steps)])[order].astype(np.float32)
         if not np.isfinite(logp).all():
-            raise FloatingPointError(f"the model gives log-probs that are not finite under weights of version {self._version}: look at the learning rate")
+            raise FloatingPointError(f"log-probs are not finite under weights of version {self._version}: look at the learning rate")
         return Segments(sids, offset, token, logp, finish, self._version)
 
 
