@@ -19,7 +19,7 @@ import numpy as np
 from nowait.batch import LENGTH, RUNNING, STOP, Batch, Request, Segments, Weights, pack_requests, unpack_requests
 from nowait.config import Experiment
 from nowait.runtime.clock import VirtualTimeLoop
-from nowait.runtime.device import Device, InlineExecutor, ModelClock
+from nowait.runtime.device import Device, InlineExecutor, ModelClock, ProcessExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import PROXIMAL_FORWARD, Crew, StepRecord
@@ -90,11 +90,8 @@ class ScriptedSampler:
             self.made[s] = stop
             if finish[-1] != RUNNING:
                 del self.made[s], self.limit[s]
-        columns = (np.array(x, dtype) for x, dtype in [(sequences, np.int64), (offset, np.int64), (token, np.int32), (logp, np.float32), (finish, np.uint8)])
-        return Segments(*columns, self.version)
-
-    def drop(self, ids: list[int]) -> None:
-        raise NotImplementedError("no A-3PO schedule drops requests")
+        columns = zip((sequences, offset, token, logp, finish), (np.int64, np.int64, np.int32, np.float32, np.uint8), strict=True)
+        return Segments(*(np.array(column, dtype) for column, dtype in columns), self.version)
 
     def get_state(self) -> dict:
         requests = {request.id: request for request, _ in self.waiting}
@@ -113,7 +110,9 @@ class ScriptedSampler:
 class ScriptedLearner:
     """Checks every batch against the script and chains its hash. `max_staleness` None: any staleness is accepted."""
 
-    def __init__(self, batch_size: int, group_size: int, max_staleness: int | None, forward: bool, tail: float, minibatches: int, fail_step: int | None = None):
+    def __init__(
+        self, batch_size: int, group_size: int, max_staleness: int | None, tail: float, forward: bool, minibatches: int, fail_step: int | None
+    ):
         self.batch_size, self.group_size, self.max_staleness, self.forward, self.tail = batch_size, group_size, max_staleness, forward, tail
         self.minibatches, self.fail_step = minibatches, fail_step
         self.version, self.chain, self.seen = 0, "", np.empty(0, np.int64)
@@ -179,7 +178,7 @@ class ScriptedLearner:
 
 
 class DigitTask:
-    """Rewards are functions of row and response; the grader fails on rows that `broken` divides."""
+    """Rewards are functions of row and response; on rows that `broken` divides, the grader fails for about half of the responses."""
 
     def __init__(self, rows: int = 1000, broken: int | None = None) -> None:
         self.rows, self.broken = rows, broken
@@ -191,7 +190,7 @@ class DigitTask:
         return f"{split} {row}"
 
     def reward(self, split: str, row: int, response: str) -> float:
-        if self.broken and row % self.broken == 0:
+        if self.broken and row % self.broken == 0 and share(response) < 0.5:
             raise ValueError("no grade")
         return share(split, row, response)
 
@@ -204,18 +203,31 @@ def decode(ids: list[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def experiment(**settings) -> Experiment:
+def experiment(kind: str = "asynchronous", **settings) -> Experiment:
     """Settings by field name, whatever their section; small ones by default."""
-    schedule = {"kind": "asynchronous", "steps": 12, "batch_size": 3, "group_size": 2, "max_staleness": 2} | settings
-    sections = {
-        name: {k: v for k, v in schedule.items() if k in Experiment.model_fields[name].annotation.model_fields} for name in ("sampler", "schedule", "algorithm")
+    defaults = {
+        "sampler": {"slots": 6, "chunk": 4, "max_new_tokens": LONGEST - 1},
+        "schedule": {"kind": kind, "steps": 12, "batch_size": 3, "group_size": 2, "max_staleness": 2 if kind == "asynchronous" else 0},
+        "algorithm": {"anchor": "loglinear" if kind == "asynchronous" else "behave"},
     }
-    kind = schedule["kind"]
+    fields = {name: Experiment.model_fields[name].annotation.model_fields for name in defaults}
+    sections = {name: section | {k: settings.pop(k) for k in fields[name] if k in settings} for name, section in defaults.items()}
+    assert not settings, f"no such settings: {settings}"
     both = ["sampler", "learner"]
     placement = {"a": both, "b": both} if kind == "colocated" else {"a": ["sampler"], "b": ["learner"]}
-    sections["algorithm"].setdefault("anchor", "loglinear" if kind == "asynchronous" else "behave")
-    sections["sampler"] = {"slots": 6, "chunk": 4, "max_new_tokens": LONGEST - 1} | sections["sampler"]
     return Experiment(name="scripted", runtime={"placement": placement}, evaluation={"samples": 2}, **sections)
+
+
+# seconds per call, from and to; what is not listed takes no time
+BOUNDS = {
+    "sampler_decode": (0.05, 0.15),
+    "sampler_load": (0.0, 0.05),
+    "scorer_prefill": (0.0, 0.05),
+    "learner_update": (0.1, 0.6),
+    "learner_logp": (0.05, 0.2),
+    "learner_gradient": (0.05, 0.1),
+    "evaluator_decode": (1.0, 2.0),
+}
 
 
 class RandomCosts:
@@ -225,16 +237,16 @@ class RandomCosts:
     """
 
     def __init__(self, seed: int = 0, grain: float = 0.0, **bounds: tuple[float, float]) -> None:
-        default = {"sampler_decode": (0.05, 0.15), "sampler_load": (0.0, 0.05), "learner_update": (0.1, 0.6), "learner_logp": (0.05, 0.2)}
-        self.seed, self.grain, self.bounds = seed, grain, default | {"learner_gradient": (0.05, 0.1), "evaluator_decode": (1.0, 2.0)} | bounds
+        self.seed, self.grain, self.bounds = seed, grain, BOUNDS | bounds
 
     def __call__(self, worker: str, method: str, args: tuple, result: object) -> float:
         low, high = self.bounds.get(f"{worker}_{method}", (0.0, 0.0))
         content = result if isinstance(result, Segments) else args[0] if args else None
-        key = [getattr(content, name, None) for name in ("step", "version")]
         if isinstance(content, Segments):
-            key += [content.sequence.tolist(), len(content.token)]
-        seconds = low + (high - low) * share(self.seed, worker, method, key[1:] if isinstance(content, Segments | Weights) else key[:1])
+            key = content.version, content.sequence.tolist(), len(content.token)
+        else:
+            key = getattr(content, "step", getattr(content, "version", None))  # of a batch, of weights
+        seconds = low + (high - low) * share(self.seed, worker, method, key)
         return round(seconds / self.grain) * self.grain if self.grain else seconds
 
 
@@ -243,7 +255,9 @@ class Trained:
     """What a run left behind."""
 
     records: list[StepRecord] = field(default_factory=list)
-    generated: list[int] = field(default_factory=list)  # tokens that had reached the schedule at each record
+    tokens: int = 0  # that have reached the schedule
+    generated: list[int] = field(default_factory=list)  # the same at each record
+    completed: list[list[int]] = field(default_factory=list)  # sequences in the order of their ends, by round
     states: list[bytes] = field(default_factory=list)  # of the checkpoints, as they were when their records came
     timeline: Timeline = field(default_factory=Timeline)
     ended: float = 0.0  # virtual seconds
@@ -264,17 +278,24 @@ class Trained:
         return self.column("train/chain")[-1]
 
 
-def train(x: Experiment, costs=None, *, state: dict | None = None, executor=partial(InlineExecutor, True), stop_after: int | None = None, catch=(), **options) -> Trained:
-    """Run the schedule of an experiment under the model clock; `options` go to `assemble`. Errors of the types `catch` are kept in the result."""
+def train(x: Experiment, costs=None, *, state: dict | None = None, stop_after: int | None = None, catch=(), process=False, **options) -> Trained:
+    """Run the schedule of an experiment under the model clock, resumed from a checkpoint's `state`, left after record `stop_after`.
+
+    Errors of the types `catch` are kept in the result; `options` go to `assemble`.
+    """
     trained = Trained()
+    clock, executor = ModelClock(costs or RandomCosts()), ProcessExecutor if process else partial(InlineExecutor, True)
+    devices = {name: Device(name, executor(), clock, trained.timeline) for name in x.runtime.placement}
+    devices["driver"] = Device("driver", InlineExecutor(True), clock, trained.timeline)
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(state["time"] if state else 0.0)) as runner:
-        runner.run(_train(trained, x, ModelClock(costs or RandomCosts()), executor, state, stop_after, catch, options))
+        runner.run(_train(trained, x, devices, state, stop_after, catch, options))
     return trained
 
 
-async def _train(trained: Trained, x: Experiment, clock, executor, state: dict | None, stop_after: int | None, catch, options: dict) -> None:
-    devices = {name: Device(name, executor(), clock, trained.timeline) for name in x.runtime.placement}
-    crew, count = await assemble(x, devices, trained.timeline, **options)
+async def _train(
+    trained: Trained, x: Experiment, devices: dict[str, Device], state: dict | None, stop_after: int | None, catch, options: dict
+) -> None:
+    crew = await assemble(x, devices, trained, **options)
     if state:
         await restore(crew, state)
     schedule = asynchronous if x.schedule.kind == "asynchronous" else synchronous
@@ -285,7 +306,7 @@ async def _train(trained: Trained, x: Experiment, clock, executor, state: dict |
                     record.state["time"] = asyncio.get_running_loop().time()
                     trained.states.append(pickle.dumps(record.state))
                 trained.records.append(record)
-                trained.generated.append(count["tokens"])
+                trained.generated.append(trained.tokens)
                 if record.step == stop_after:
                     break
     except catch as error:
@@ -298,9 +319,12 @@ async def _train(trained: Trained, x: Experiment, clock, executor, state: dict |
 
 
 async def assemble(
-    x: Experiment, devices: dict[str, Device], timeline: Timeline, *, tail: float = 1.0, rows: int = 1000, broken=None, prompts: int = 5, fail_round=None, fail_step=None
-) -> tuple[Crew, dict]:
-    """A crew of scripted workers on `devices`, and a running count of the tokens that reached the schedule."""
+    x: Experiment, devices: dict[str, Device], trained: Trained, *, tail=1.0, rows=1000, broken=None, prompts=5, fail_round=None, fail_step=None
+) -> Crew:
+    """A crew of scripted workers on `devices`; what its samplers hand over is counted in `trained`.
+
+    The task has `rows` rows, `prompts` held-out ones; the (first) sampler fails in round `fail_round`, the learner at `fail_step`.
+    """
     plan, roles = x.schedule, {role: [name for name, hosted in x.runtime.placement.items() if role in hosted] for role in ("sampler", "learner")}
     bound = None if plan.order == "completion" else plan.max_staleness
     checks = {"max_staleness": bound, "forward": x.algorithm.anchor in PROXIMAL_FORWARD, "tail": tail, "minibatches": x.learner.minibatches}
@@ -309,37 +333,31 @@ async def assemble(
     for name in roles["learner"]:
         sizes = {"batch_size": plan.batch_size, "group_size": plan.group_size}
         await devices[name].place("learner", "scripted:ScriptedLearner", **sizes, **checks, fail_step=fail_step)
-    task, count = DigitTask(rows, broken), {"tokens": 0}
-    scorer = RuleScorer(task, decode, "train", plan.group_size)
+    task, driver = DigitTask(rows, broken), devices["driver"]
+    await driver.place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
+    await driver.place("eval scorer", RuleScorer, task=task, decode=decode, split="eval", n=x.evaluation.samples)
     held_out = evaluation_requests(task, encode, prompts, x.evaluation.samples, 32, LONGEST - 1)
     actor = devices[roles["sampler"][0]]
     await actor.place("evaluator", ScriptedSampler, slots=4, tail=tail)
 
     async def counted(device: Device, method: str, *args):
         result = await device.run("sampler", method, *args)
-        count["tokens"] += len(result.token) if method == "decode" else 0
+        if method == "decode":
+            trained.tokens += len(result.token)
+            trained.completed.append(result.sequence[result.finish != RUNNING].tolist())
         return result
 
     crew = Crew(
         samplers=[partial(counted, devices[name]) for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
-        scorer=in_driver(scorer),
+        scorer=partial(driver.run, "scorer"),
         prompts=Prompts(task, encode, seed=1, n=plan.group_size, max_prompt_tokens=32, max_new_tokens=LONGEST - 1),
-        timeline=timeline,
-        devices=roles,
+        timeline=trained.timeline,
+        devices=roles | {"scorer": ["driver"]},
         evaluator=partial(actor.run, "evaluator"),
-        evaluations={"eval": (held_out, in_driver(RuleScorer(task, decode, "eval", x.evaluation.samples)))},
+        evaluations={"eval": (held_out, partial(driver.run, "eval scorer"))},
     )
-    return crew, count
-
-
-def in_driver(worker):
-    """A worker that costs nothing and runs where the schedule does."""
-
-    async def call(method: str, *args):
-        return getattr(worker, method)(*args)
-
-    return call
+    return crew
 
 
 async def restore(crew: Crew, state: dict) -> None:

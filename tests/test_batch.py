@@ -29,11 +29,11 @@ def segments(version: int, **sequences: tuple[list[int], int]) -> Segments:
 
 @pytest.fixture
 def rollouts() -> Rollouts:
-    """Requests 3 (sequences 6, 7; complete, tokens of versions 0, 1, 2), 4 (8, 9; half done) and 5 (10, 11; no token yet)."""
+    """Requests 3 (sequences 6, 7; complete, tokens of versions 0, 2 and 1), 4 (8, 9; half done) and 5 (10, 11; no token yet)."""
     out = Rollouts(2)
     out.admit([request(3, [5, 6, 7]), request(4, [8]), request(5)])
-    out.add(segments(0, s6=([61, 62], RUNNING), s7=([71], RUNNING)))
-    out.add(segments(1, s7=([72], STOP), s6=([], RUNNING)))
+    out.add(segments(0, s6=([61, 62], RUNNING)))
+    out.add(segments(1, s7=([71, 72], STOP), s6=([], RUNNING)))
     assert out.add(segments(2, s6=([63, 64], LENGTH), s8=([81], STOP), s9=([91], RUNNING))) == [3]
     return out
 
@@ -44,7 +44,7 @@ def test_rounds_are_joined_by_sequence_with_the_version_of_every_token(rollouts)
     assert batch.sequence.tolist() == [6, 7] and batch.group.tolist() == [3, 3]
     assert batch.prompt.tolist() == [[5, 6, 7]] * 2 and batch.prompt_length.tolist() == [3, 3]
     assert batch.token.tolist() == [[61, 62, 63, 64], [71, 72, 0, 0]]
-    assert batch.version.tolist() == [[0, 0, 2, 2], [0, 1, -1, -1]]
+    assert batch.version.tolist() == [[0, 0, 2, 2], [1, 1, -1, -1]]
     assert batch.logp_behav.tolist() == np.float32([[-0.61, -0.62, -0.63, -0.64], [-0.71, -0.72, 0, 0]]).tolist()
     assert batch.length.tolist() == [4, 2] and batch.finish.tolist() == [LENGTH, STOP]
 
@@ -71,7 +71,7 @@ def test_the_oldest_version_of_a_request_is_that_of_its_first_token(rollouts):
 def test_completed_requests_come_in_submission_order_whatever_the_order_of_rows():
     rollouts = Rollouts(1)
     rollouts.admit([request(i, n=1) for i in range(12)])
-    assert rollouts.add(segments(0, s11=([1], STOP), s2=([1], STOP), s10=([1], RUNNING), s0=([1], LENGTH))) == [0, 2, 11]
+    assert rollouts.add(segments(0, s8=([1], STOP), s11=([1], STOP), s10=([1], RUNNING), s1=([1], LENGTH))) == [1, 8, 11]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,21 @@ def test_a_timer_is_due_at_its_instant_and_not_before():
     assert run(main()) == [("sooner", late), ("later", early)]
 
 
+@pytest.mark.parametrize("start", [0.0, 1000.0])
+def test_time_is_exactly_that_of_the_timer(start):
+    instants = [start + 1e-10, *(start + 0.1 * i for i in range(1, 100))]
+
+    async def main():
+        loop, seen = asyncio.get_running_loop(), []
+        for instant in instants:
+            loop.call_at(instant, lambda: seen.append(now()))
+        loop.call_soon(int)  # something else is ready, so that the loop looks for due timers before it waits
+        await asyncio.sleep(20)
+        return seen
+
+    assert run(main(), start) == instants
+
+
 def test_a_resumed_clock_goes_on_at_its_start():
     async def main():
         before = now()
@@ -144,7 +159,9 @@ def test_a_timer_that_could_never_fire_is_refused(delay):
         run(asyncio.sleep(delay))
 
 
-@pytest.mark.parametrize("submit", [lambda: asyncio.to_thread(time.sleep, 0), lambda: asyncio.get_running_loop().run_in_executor(None, time.sleep, 0)])
+@pytest.mark.parametrize(
+    "submit", [lambda: asyncio.to_thread(time.sleep, 0), lambda: asyncio.get_running_loop().run_in_executor(None, time.sleep, 0)]
+)
 def test_executors_are_refused(submit):
     async def main():
         await submit()

@@ -265,7 +265,9 @@ def test_a_factory_from_main_is_refused_with_the_reason(form):
         on(costs(), main, ProcessExecutor)
 
 
-@pytest.mark.parametrize(("name", "message"), [("numpy.zeros", "module:function"), ("numpy:zeroes", "cannot import"), ("nunpy:zeros", "cannot import")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("numpy.zeros", "module:function"), ("numpy:zeroes", "cannot import"), ("nunpy:zeros", "cannot import")]
+)
 def test_a_name_that_cannot_be_resolved_says_so(name, message):
     with pytest.raises(ValueError, match=message):
         resolve(name)

@@ -85,8 +85,9 @@ def made_up_results(setup: str, seeds=(1, 2, 3), methods=METHODS, **options) -> 
 
 def made_up_bench(setup: str = "setup1") -> dict:
     seconds = {"sync": 0.5, "recompute": 0.4, "loglinear": 0.3, "sync_colocated": 0.35}
-    rows = [{"method": m, "seconds_per_step": s, "blocks": [s * 0.9, s, s * 1.2]} for m, s in seconds.items()]
-    stages = {"sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "forward_over_update": 0.3, "mean_staleness": 3.1}
+    late = {"recompute": 3.0, "loglinear": 3.1}
+    rows = [{"method": m, "seconds_per_step": s, "mean_staleness": late.get(m, 0.0), "blocks": [s * 0.9, s, s * 1.2]} for m, s in seconds.items()]
+    stages = {"sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "forward_over_update": 0.3}
     return {"config": f"a3po/{setup}", "scale": "cpu", "clock": "measured", "rows": rows, **stages}
 
 
@@ -95,7 +96,7 @@ def save_everything(folder, seeds=(1, 2, 3), setups=("setup1", "setup2"), method
     record = tables.provenance(results)
     times = pd.concat([tables.training_time(made_up_bench(setup)) for setup in setups])
     frames = {
-        "a3po_training_time": times,
+        **{name: times for name in tables.TABLES if name.startswith("a3po_training_time")},
         "a3po_proximal_seconds": tables.proximal_seconds(PROXIMAL_BENCH),
         "a3po_final_eval_reward": pd.concat([tables.final_eval_reward(result) for result in results]),
         "a3po_benchmarks": pd.concat([tables.benchmarks(result, ["longer"]) for result in results]),
@@ -248,7 +249,16 @@ def test_training_time_is_medians_of_paired_ratios_with_the_bound():
     published = [f"published_{name}" for name in ("hours", "seconds_per_step", "speedup_over_sync", "speedup_over_recompute")]
     assert rows.loc["loglinear", published].tolist() == [14.54, 47.6, 1.8, 1.11]
     line = next(line for line in tables.training_time_markdown(rows.reset_index()).splitlines() if "sync_colocated" in line)
-    assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |")
+    assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |") and line.endswith("| 0.0 | 3 |")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"), [(0.2, "s/u = 0.67; the bottleneck is the learner."), (0.39, "s/u = 1.30; the bottleneck is the sampler")]
+)
+def test_the_time_table_says_which_device_limits_and_how_much_could_be_gained(sampler, said):
+    text = tables.training_time_markdown(tables.training_time({**made_up_bench(), "sampler_s": sampler}))
+    assert f"setup1: s = {sampler:.3f}, u = 0.300, f = 0.090 seconds" in text and said in text
+    assert "A-3PO is 1.33 times as fast as recompute, of at most 1.30, and 1.17 times as fast as sync colocated." in text
 
 
 def test_time_on_the_bench_is_steps_times_its_seconds_per_step():

@@ -367,6 +367,15 @@ def test_a_bfloat16_policy_trains_and_its_state_returns(tiny, fresh):
     assert trained(restored, batch, 1).digest() == trained(worker, batch, 1).digest()
 
 
+def test_a_policy_without_preference_has_the_entropy_of_its_vocabulary(tiny, fresh):
+    worker = learner(tiny)
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            parameter.zero_()
+    np.testing.assert_allclose(worker.logp(fresh)[fresh.mask], -math.log(16), rtol=1e-6)
+    assert worker.update(dataclasses.replace(fresh, logp_behav=worker.logp(fresh)))["entropy"] == pytest.approx(math.log(16))
+
+
 def test_the_saved_policy_is_the_trained_one(tiny, fresh, tmp_path):
     worker = trained(learner(tiny), fresh, 2)
     worker.save(str(tmp_path))

@@ -75,68 +75,72 @@ def test_strict_order_waits_for_what_could_not_be_in_time_later(oldest, finished
     assert strict_batch(3, oldest, finished, 2, 2) == batch
 
 
+class Training:
+    """Gate and strict order with nothing around them; checks every batch."""
+
+    def __init__(self, batch_size: int, max_staleness: int, max_concurrent: int) -> None:
+        self.settings = batch_size, max_staleness, max_concurrent
+        self.gate = StalenessGate(*self.settings)
+        self.step = self.loaded = self.admitted = 0
+        self.queued, self.running, self.finished, self.trained = [], [], [], []
+        self.oldest: dict[int, int] = {}
+
+    def admit(self) -> None:
+        room = self.gate.capacity(self.loaded)
+        self.gate.submitted(room)
+        self.queued += range(self.admitted, self.admitted + room)
+        self.admitted += room
+
+    def start(self, count: int) -> None:
+        started = [self.queued.pop(0) for _ in range(count)]
+        self.running += started
+        self.oldest |= dict.fromkeys(started, self.loaded)
+
+    def finish(self, requests: list[int]) -> None:
+        self.gate.finished(len(requests))
+        self.running = [r for r in self.running if r not in requests]
+        self.finished += requests
+
+    def train(self) -> bool:
+        size, eta, _ = self.settings
+        if (batch := strict_batch(self.step, self.oldest, self.finished, size, eta)) is None:
+            return False
+        assert len(batch) == size and batch == sorted(set(batch)) and set(batch) <= set(self.finished)
+        assert all(0 <= self.step - self.oldest.pop(r) <= eta for r in batch)
+        self.finished = [r for r in self.finished if r not in batch]
+        self.trained += batch
+        self.step += 1
+        return True
+
+    def restore(self) -> None:
+        state, self.gate = self.gate.get_state(), StalenessGate(*self.settings)
+        self.gate.set_state(state)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_staleness_stays_bounded_whatever_happens_in_whichever_order(data):
-    """The gate and the strict order against random finishing, loading, training and restarts, with requests in flight at any time."""
-    size, eta, most = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4)), data.draw(st.integers(1, 12))
-    g, step, loaded, admitted = StalenessGate(size, eta, most), 0, 0, 0
-    queued, running, finished, oldest, trained = [], [], [], {}, []
-
-    def train() -> bool:
-        nonlocal step, finished
-        if (batch := strict_batch(step, oldest, finished, size, eta)) is None:
-            return False
-        assert len(batch) == size and batch == sorted(set(batch))
-        assert all(0 <= step - oldest[r] <= eta for r in batch)
-        trained.extend(batch)
-        finished = [r for r in finished if r not in batch]
-        for r in batch:
-            del oldest[r]
-        step += 1
-        return True
-
-    def finish(requests: list[int]) -> None:
-        for r in requests:
-            running.remove(r)
-        finished.extend(requests)
-        g.finished(len(requests))
-
-    def start(count: int) -> None:
-        started = [queued.pop(0) for _ in range(count)]
-        running.extend(started)
-        oldest.update(dict.fromkeys(started, loaded))
-
+    """Random finishing, loading, training and restarts, with requests in flight at any time."""
+    run = Training(*(data.draw(st.integers(low, high)) for low, high in ((1, 4), (0, 4), (1, 12))))
     for _ in range(data.draw(st.integers(5, 60))):
         action = data.draw(st.sampled_from(["admit", "start", "start", "finish", "finish", "train", "train", "load", "restore"]))
-        if action == "admit":
-            room = g.capacity(loaded)
-            queued.extend(range(admitted, admitted + room))
-            admitted += room
-            g.submitted(room)
-        elif action == "start" and queued:
-            start(data.draw(st.integers(1, len(queued))))
-        elif action == "finish" and running:
-            finish(data.draw(st.lists(st.sampled_from(running), unique=True, min_size=1)))
-        elif action == "train":
-            train()
+        if action == "start" and run.queued:
+            run.start(data.draw(st.integers(1, len(run.queued))))
+        elif action == "finish" and run.running:
+            run.finish(data.draw(st.lists(st.sampled_from(run.running), unique=True, min_size=1)))
         elif action == "load":
-            loaded = data.draw(st.integers(loaded, step))
-        elif action == "restore":
-            state, g = g.get_state(), StalenessGate(size, eta, most)
-            g.set_state(state)
-    assert len(trained) == len(set(trained)) == step * size
-    for _ in range(2 * (eta + 2)):  # never stuck: when all that was admitted has finished under the newest weights, a batch is there
-        while True:
-            loaded, room = step, g.capacity(step)
-            queued.extend(range(admitted, admitted + room))
-            admitted += room
-            g.submitted(room)
-            if not queued and not running:
-                break
-            start(len(queued))
-            finish(list(running))
-        assert train()
+            run.loaded = data.draw(st.integers(run.loaded, run.step))
+        elif action in ("admit", "train", "restore"):
+            getattr(run, action)()
+    for _ in range(12):  # never stuck: once all that the newest weights admit has finished, there is a batch
+        run.loaded = run.step
+        run.admit()
+        while run.queued or run.running:
+            run.start(len(run.queued))
+            run.finish(list(run.running))
+            run.admit()
+        assert run.train()
+    assert len(run.trained) == len(set(run.trained)) == run.step * run.settings[0]
 
 
 def test_without_staleness_exactly_one_batch_is_admitted_per_version():

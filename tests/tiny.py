@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nowait import runs
 from nowait.assets import character_tokenizer
 from nowait.batch import Batch, Request, Rollouts, Weights
+from nowait.config import Experiment, load
+from nowait.schedules.common import StepRecord
 
 EXACT = 2e-5  # nats: what the rounding of one model in two shapes may differ by
 
@@ -80,3 +85,57 @@ def assert_plain(folder: str, batch: Batch, logp: np.ndarray, temperature: float
     for i in range(len(batch)):
         expected = plain_logp(model, batch.prompt[i, : batch.prompt_length[i]], response(batch, i), temperature)
         np.testing.assert_allclose(logp[i, : batch.length[i]], expected, atol=EXACT)
+
+
+class EvenDigits:
+    """Rewards the share of even digits in a response, which an untrained policy can raise. The grader fails on every `broken`-th row."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken = broken
+
+    def size(self, split: str) -> int:
+        return 64
+
+    def prompt(self, split: str, row: int) -> str:
+        return f"{row}="
+
+    def reward(self, split: str, row: int, response: str) -> float:
+        if self.broken and row % self.broken == 0:
+            raise LookupError(f"no answer to row {row}")
+        return sum(character in "02468" for character in response) / max(1, len(response))
+
+
+EXPERIMENT = """
+name: tiny
+task: {{name: "tiny:EvenDigits"}}
+model: {{path: "{folder}"}}
+sampler: {{slots: 8, chunk: 4, max_prompt_tokens: 8, max_new_tokens: 20}}
+learner: {{lr: 1.0e-2, minibatches: 2}}
+schedule: {{steps: 6, batch_size: 2, group_size: 4, max_staleness: 3}}
+evaluation: {{prompts: 6, samples: 2, max_new_tokens: 20}}
+"""
+
+
+def experiment(folder: str, method: str = "loglinear", *overrides: str) -> Experiment:
+    """A training of seconds, by default inline and on the model clock."""
+    file = Path(folder) / "tiny.yaml"
+    file.write_text(EXPERIMENT.format(folder=folder))
+    return load(file, method=method, overrides=overrides)
+
+
+def train(x: Experiment, folder: Path, *, seed: int = 0, state: dict | None = None) -> tuple[list[StepRecord], str]:
+    """All records of a training and the SHA-256 of the final weights."""
+    records = list(runs.steps(x, seed, state=state, policy=folder))
+    return records, hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def exact(records: list[StepRecord], leave_out: tuple[str, ...] = ()) -> list[str]:
+    """What records say, one text each, equal only if every bit is."""
+    kept = [{k: v for k, v in r.metrics.items() if not k.startswith(leave_out)} for r in records]
+    return [json.dumps([r.step, m, {k: v.tolist() for k, v in r.rewards.items()}]) for r, m in zip(records, kept, strict=True)]
+
+
+def fingerprint(x: Experiment, folder: str) -> str:
+    """SHA-256 of all that a training leaves behind; for comparison between processes."""
+    records, weights = train(x, Path(folder))
+    return hashlib.sha256("".join([*exact(records), weights]).encode()).hexdigest()

@@ -6,10 +6,12 @@ Progress goes to stderr. Blocks of the methods are interleaved, and what is repo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,34 +23,54 @@ from nowait.runtime.device import event_loop
 from nowait.runtime.timeline import Timeline
 
 COUNTED_STEPS = 20  # of each block, after the first eta + 2
-METHODS = ("sync", "sync_colocated", "recompute", "loglinear")
+COMPARED = ("sync", "sync_colocated", "recompute", "loglinear")  # what the bench's ratios are made of
+METHODS = (*COMPARED, "behave", "linear", "reuse")
+STAGES = ("step", "generate", "prox_forward", "train", "sync", "reward")
 
 
-def asynchronous(config: str = "a3po/setup1", scale: str = "cpu", clock: str = "measured", blocks: int = 3, overrides: list[str] | None = None) -> dict:
-    """Seconds per training step of A-3PO against synchronous training and recomputation, without evaluation.
+def asynchronous(
+    config: str = "a3po/setup1",
+    scale: str = "cpu",
+    clock: str = "measured",
+    blocks: int = 3,
+    overrides: list[str] | None = None,
+    methods: tuple[str, ...] = METHODS,
+    steps: int = COUNTED_STEPS,
+) -> dict:
+    """`training_times` of a config's methods, all with the same overrides."""
+    return training_times({m: configs.load(config, scale=scale, method=m, overrides=overrides) for m in methods}, clock, blocks, steps)
+
+
+def training_times(experiments: dict[str, Experiment], clock: str = "measured", blocks: int = 3, steps: int = COUNTED_STEPS) -> dict:
+    """Seconds per training step of A-3PO against synchronous training, recomputation and whatever else is in `experiments`, without evaluation.
 
     measured: each call costs its processor time, devices never contend. wall: two worker processes, real seconds.
     sampler_s, update_s, forward_s are those of the asynchronous runs per step; synchronous_sampler_s waits for the longest response.
     overlap_efficiency = the busiest device's work per step over the elapsed time of A-3PO; on the wall clock the work is that
     measured where the other device idles (update) or, for the sampler, in the run itself.
+    rows: per method seconds per step (median, and of each block), its own stages, busiest_s (work of its busier device, at most the step),
+    and the tokens trained with staleness 0, 1, 2, ... Raises ValueError unless the methods of `COMPARED` are there.
     """
-    base = ["schedule.eval_every=0", "schedule.checkpoint_every=0", f"runtime.clock={clock}", f"runtime.executor={'process' if clock == 'wall' else 'inline'}"]
-    results: dict[str, list[dict]] = {method: [] for method in METHODS}
+    if missing := [m for m in COMPARED if m not in experiments]:
+        raise ValueError(f"the bench compares {', '.join(COMPARED)}; add {', '.join(missing)}")
+    results: dict[str, list[dict]] = {method: [] for method in experiments}
     for block in range(blocks):
-        for method in METHODS:
-            experiment = configs.load(config, scale=scale, method=method, overrides=[*base, *(overrides or [])])
-            results[method].append(_block(experiment, seed=block))
+        for method, experiment in experiments.items():
+            results[method].append(_block(experiment, clock, steps, seed=block))
             _say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
-    return _summary(results) | {"config": config, "scale": scale, "clock": clock, "blocks": blocks, "counted_steps": COUNTED_STEPS}
+    chosen = experiments["loglinear"]
+    return {"config": chosen.name, "scale": chosen.scale, "clock": clock, "blocks": blocks, "counted_steps": steps} | _summary(results)
 
 
-def _block(experiment: Experiment, seed: int) -> dict[str, float]:
+def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> dict:
     """Means per counted step of one short training."""
     from nowait.training import make_clock, stream
 
     skipped = experiment.schedule.max_staleness + 2
-    schedule = experiment.schedule.model_copy(update={"steps": skipped + COUNTED_STEPS})
-    experiment, clock, rows = experiment.model_copy(update={"schedule": schedule}), make_clock(experiment), []
+    schedule = experiment.schedule.model_copy(update={"steps": skipped + steps, "eval_every": 0, "checkpoint_every": 0})
+    runtime = experiment.runtime.model_copy(update={"clock": clock_name, "executor": "process" if clock_name == "wall" else "inline"})
+    experiment, rows = experiment.model_copy(update={"schedule": schedule, "runtime": runtime}), []
+    clock = make_clock(experiment)
 
     async def drive() -> None:
         with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
@@ -57,9 +79,14 @@ def _block(experiment: Experiment, seed: int) -> dict[str, float]:
 
     with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
         runner.run(drive())
-    names = ("step", "generate", "prox_forward", "train", "sync", "reward")
-    out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in names}
-    return out | {"d": statistics.fmean(row["stale/d_mean"] for row in rows[skipped:])}
+    out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in STAGES}
+    out["busiest"] = max(out["generate"], out["train"] + out["prox_forward"])
+    return out | {"d": statistics.fmean(row["stale/d_mean"] for row in rows[skipped:]), "hist": added(row["stale/hist"] for row in rows[skipped:])}
+
+
+def added(counts: Iterable[list[int]]) -> list[int]:
+    """Counts of staleness 0, 1, 2, ... of several steps as those of one."""
+    return [sum(column) for column in itertools.zip_longest(*counts, fillvalue=0)]
 
 
 def _summary(results: dict[str, list[dict]]) -> dict:
@@ -80,11 +107,16 @@ def _summary(results: dict[str, list[dict]]) -> dict:
         "synchronous_sampler_s": median(lambda b: b["sync"]["generate"]),
         "sampler_over_update": median(lambda b: b["loglinear"]["generate"] / b["loglinear"]["train"]),
         "mean_staleness": median(lambda b: b["loglinear"]["d"]),
-        "rows": [
-            {"method": m, "seconds_per_step": statistics.median(b["step"] for b in blocks), "blocks": [b["step"] for b in blocks]}
-            for m, blocks in results.items()
-        ],
+        "rows": [_row(method, blocks) for method, blocks in results.items()],
     }
+
+
+def _row(method: str, blocks: list[dict]) -> dict:
+    names = {"step": "seconds_per_step", "generate": "sampler_s", "train": "update_s", "prox_forward": "forward_s", "busiest": "busiest_s"}
+    medians = {shown: statistics.median(b[name] for b in blocks) for name, shown in names.items()}
+    staleness = added(b["hist"] for b in blocks)
+    mean = sum(d * count for d, count in enumerate(staleness)) / sum(staleness)
+    return {"method": method, **medians, "mean_staleness": mean, "staleness": staleness, "blocks": [b["step"] for b in blocks]}
 
 
 def _ideal(block: dict[str, dict]) -> float:
@@ -146,6 +178,11 @@ def _samplers():
 
 
 def proximal(config: str = "a3po/setup1", scale: str = "cpu", blocks: int = 5) -> dict:
+    """`proximal_cost` of a config's training batch."""
+    return proximal_cost(configs.load(config, scale=scale), blocks)
+
+
+def proximal_cost(experiment: Experiment, blocks: int = 5) -> dict:
     """What the proximal policy costs: a forward pass over a training batch against the interpolation on the same batch.
 
     paper_tensors: interpolation on 1,024 x 1,024 tokens; `bytes` is what it must move at least (three inputs, one output),
@@ -156,7 +193,6 @@ def proximal(config: str = "a3po/setup1", scale: str = "cpu", blocks: int = 5) -
     from nowait.workers.learner import HFLearner
 
     torch.set_num_threads(1)
-    experiment = configs.load(config, scale=scale)
     batch = _one_batch(experiment)
     learner = HFLearner(experiment.model.path, experiment.learner, experiment.algorithm, temperature=experiment.sampler.temperature, seed=0)
     theta = learner.logp(batch)

@@ -101,8 +101,9 @@ def _progress(metrics: Path, steps: int) -> Iterator[None]:
             while not done:
                 done = finished.wait(0.5)
                 record = _last_record(metrics)
-                bar.set_postfix(reward=record.get("rollout/reward_mean"), refresh=False)
-                bar.update(record.get("step", 0) - bar.n)
+                if record.get("step", 0) > bar.n:
+                    bar.set_postfix(reward=record.get("rollout/reward_mean"), refresh=False)
+                    bar.update(record["step"] - bar.n)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ from pathlib import Path
 from nowait import runs
 from nowait.config import Experiment, load
 
-A3PO_METHODS = ("sync", "recompute", "loglinear", "sync_colocated", "behave", "linear", "reuse")
+A3PO_METHODS = ("sync", "recompute", "loglinear", "behave", "linear", "reuse")  # sync_colocated makes the same updates as sync
 EXPERIMENTS = {"a3po": {"a3po/setup1": A3PO_METHODS, "a3po/setup2": A3PO_METHODS}}  # folder of notebooks: config: methods
 CELL_TIMEOUT = 3600  # seconds
 
@@ -117,7 +117,7 @@ def _papermill(notebook: Path, output: Path, parameters: dict) -> None:
     try:
         papermill.execute_notebook(str(notebook), str(output), {k: v for k, v in parameters.items() if k in known}, **options)
     except papermill.PapermillExecutionError as error:
-        where, cause = f"notebook {notebook}, cell {error.exec_count}", f"{error.ename}: {error.evalue}"
+        where, cause = f"notebook {notebook}, In [{error.exec_count}]", f"{error.ename}: {error.evalue}"
         raise runs.RunFailed(f"{where}: {cause}\nEverything up to there is in {output}; run the same command again to continue") from error
     except (CellTimeoutError, DeadKernelError) as error:
         raise runs.RunFailed(f"notebook {notebook}: {error}\nEverything up to there is in {output}") from error

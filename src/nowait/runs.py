@@ -69,7 +69,8 @@ class RunResult:
     def evaluations(self) -> pd.DataFrame:
         """Columns step, set, row (the prompt), reward (mean over its samples)."""
         last: dict[tuple[int, str], list] = {}
-        for line in (self.path / "evaluations.jsonl").read_text().splitlines():
+        file = self.path / "evaluations.jsonl"  # missing where nothing was evaluated
+        for line in file.read_text().splitlines() if file.exists() else []:
             record = json.loads(line)
             last[record["step"], record["set"]] = record["rewards"]
         frames = [pd.DataFrame({"step": s, "set": n, "row": range(len(r)), "reward": r}) for (s, n), r in sorted(last.items())]
@@ -181,9 +182,10 @@ def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb
     path = Path(out) if out else folder(experiment, seed)
     with _claimed(path):
         result = RunResult(path)
+        if (path / "manifest.json").exists() and result.manifest["hash"] != run_hash(experiment, seed):
+            held = f"{result.manifest['method']}, seed {result.manifest['seed']}"
+            raise RunFailed(f"{path} holds a run of other settings, seed or code ({held}): choose another folder")
         if result.finished:
-            if result.manifest["hash"] != run_hash(experiment, seed):
-                raise RunFailed(f"{path} holds another run ({result.manifest['method']}, seed {result.manifest['seed']}): choose another folder")
             return result
         done = 0
         try:

@@ -109,10 +109,11 @@ async def _restore(crew: Crew, state: dict) -> None:
     crew.prompts.set_state(state["prompts"])
     for learner in crew.learners:
         await learner("set_state", state["learner"])
+    await crew.scorer("set_state", state["scorer"])
     if "sampler" in state:
-        await crew.samplers[0]("set_state", state["sampler"])
-        await crew.scorer("set_state", state["scorer"])
+        # in this order loading costs nothing: the run that left the state has paid for the prefill
         await crew.samplers[0]("load", await crew.learners[0]("publish"))
+        await crew.samplers[0]("set_state", state["sampler"])
 
 
 def load_tokenizer(path: str):

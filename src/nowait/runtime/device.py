@@ -183,8 +183,7 @@ class Device:
             future = self._executor.submit(*action)
             if self._clock.virtual:
                 return future.result()
-            await asyncio.sleep(0)  # an inline call has already run: let the other tasks have their turn
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(future)  # which also lets other tasks have their turn when an inline call has already run
         except (BrokenProcessPool, concurrent.futures.CancelledError) as error:
             raise DeviceFailed(f"the process of device {self.name!r} died while {doing} (killed, or out of memory?)") from error
 

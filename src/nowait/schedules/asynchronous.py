@@ -93,9 +93,10 @@ class _Run:
 
     async def get_state(self, step: int, elapsed: float) -> dict:
         sampler, scorer = await self.crew.samplers[0]("get_state"), await self.crew.scorer("get_state")
-        own = {"step": step, "elapsed": elapsed, "finished": list(self.finished), "gate": self.gate.get_state(), "rollouts": self.rollouts.get_state()}
+        own = {"step": step, "elapsed": elapsed, "finished": list(self.finished), "gate": self.gate.get_state()}
         learner = await self.crew.learners[0]("get_state")
-        return {**own, "prompts": self.crew.prompts.get_state(), "sampler": sampler, "scorer": scorer, "learner": learner}
+        requests = {"rollouts": self.rollouts.get_state(), "prompts": self.crew.prompts.get_state()}
+        return {**own, **requests, "sampler": sampler, "scorer": scorer, "learner": learner}
 
     def set_state(self, state: dict) -> None:
         self.finished = list(state["finished"])

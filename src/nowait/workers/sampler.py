@@ -86,7 +86,7 @@ class HFSampler:
         }
 
     def set_state(self, state: dict) -> None:
-        """Continue under the same weights, which `load` brings."""
+        """Continue under the same weights, which `load` has brought."""
         self._version, self._active = state["version"], len(state["history"])
         self._history[: self._active] = state["history"]
         for name, column in state["columns"].items():

@@ -1,0 +1,203 @@
+"""What the A-3PO notebooks share: parameters, finished runs and benches, what was compared, and saved figures. Imports no torch.
+
+Trainings and benches run in processes of their own and are kept under the folder of runs; what is finished is only read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from multiprocessing import get_context
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pandas as pd
+
+from nowait import bench, runs
+from nowait.analysis import figures, report, tables
+from nowait.config import METHODS, Experiment, digest, load
+from nowait.config_files import ConfigError, Problem
+from nowait.reproduce import A3PO_METHODS, figures_dir
+from nowait.runs import RunResult
+from nowait.tracking import Tracker
+
+KNOBS = {  # parameter of a notebook: the settings that it overrides
+    "steps": ("schedule.steps",),
+    "eta": ("schedule.max_staleness",),
+    "epsilon": ("algorithm.clip_low", "algorithm.clip_high"),
+    "lr": ("learner.lr",),
+    "minibatches": ("learner.minibatches",),
+    "fresh": ("algorithm.fresh",),
+}
+SHOWN = """title schedule.steps schedule.batch_size schedule.group_size schedule.max_staleness schedule.order sampler.slots learner.lr
+    learner.minibatches learner.epochs algorithm.clip_low algorithm.clip_high algorithm.behav_weight_cap algorithm.fresh
+    evaluation.prompts evaluation.samples schedule.eval_every runtime.clock runtime.costs.charge_forward""".split()
+Results = dict[str, list[RunResult]]  # one config: method -> one run per seed
+
+
+class Markdown(str):
+    """Text that a notebook renders."""
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+class Picture(str):
+    """Path of a PNG that a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        return Path(self).read_bytes()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of a notebook. A knob that is None leaves its setting as in the config."""
+
+    configs: list[str]
+    scale: str
+    seeds: list[int]
+    overrides: list[str]
+    interactive: bool  # progress bars
+    knobs: dict[str, Any]
+
+    def experiment(self, config: str, method: str, knobs: Iterable[str] = tuple(KNOBS)) -> Experiment:
+        """A config with those of `knobs` that are set and do not touch what defines the method, then the overrides."""
+        chosen = {key: self.knobs[name] for name in knobs for key in KNOBS[name] if self.knobs.get(name) is not None and _applies(key, method)}
+        return load(config, self.scale, [*(f"{key}={value}" for key, value in chosen.items()), *self.overrides], method)
+
+
+def read(namespace: dict[str, Any]) -> Plan:
+    """The plan of a notebook, from its `globals()`. Raises ConfigError for what papermill only warns of, and for a list passed as text.
+
+    Papermill injects a cell that begins with "# Parameters", whatever the names in it.
+    """
+    cells = namespace["In"]
+    known = _assigned(next(cell for cell in reversed(cells) if "overrides:" in cell))
+    injected = [name for cell in cells if cell.startswith("# Parameters") for name in _assigned(cell)]
+    problems = [Problem(name, "is no parameter of this notebook", _meant(name, known)) for name in injected if name not in known]
+    texts = [name for name in ("configs", "seeds", "overrides") if not isinstance(namespace[name], list)]
+    problems += [Problem(name, f"got {namespace[name]!r}", f"write a list; for papermill, -y '{name}: [...]'") for name in texts]
+    if problems:
+        raise ConfigError(problems, "parameters")
+    knobs = {name: namespace[name] for name in KNOBS if name in known}
+    return Plan(**{name: namespace[name] for name in ("configs", "scale", "seeds", "overrides", "interactive")}, knobs=knobs)
+
+
+def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
+    """{method: [run per seed]} of every config. What is not finished is trained first, all of it in one sweep."""
+    planned = [[plan.experiment(config, method) for method in methods] for config in plan.configs]
+    runs.sweep(list(itertools.chain(*planned)), plan.seeds, progress=plan.interactive)
+    return [{e.method: [RunResult(runs.folder(e, seed)) for seed in plan.seeds] for e in row} for row in planned]
+
+
+def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
+    """The bench of training times of every config, one dict each. Of the knobs it follows those that change how long a step takes."""
+    short = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
+    return [
+        measured("training_times", {m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods}, clock=clock, **short)
+        for config in plan.configs
+    ]
+
+
+def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:
+    """What the function `kind` of nowait.bench returns for one or several experiments, measured once and kept; with `provenance`."""
+    several = subject if isinstance(subject, dict) else {subject.method: subject}
+    settings = {method: e.model_dump(mode="json") for method, e in several.items()}
+    key = json.dumps([kind, settings, options, runs.code_digest(), Path(bench.__file__).read_text()], sort_keys=True)
+    path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    if not path.is_file():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            result = pool.submit(getattr(bench, kind), subject, **options).result()
+        configs = {f"bench/{_setup(e.name)}/{method}": digest(e) for method, e in several.items()}
+        record = {"seeds": list(range(options["blocks"])), "code": [runs.code_digest()], "config": configs}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(result | {"provenance": record}, indent=1))
+        path.with_suffix(".tmp").replace(path)
+    return json.loads(path.read_text())
+
+
+def settings(plan: Plan) -> pd.DataFrame:
+    """The settings of A-3PO's run behind the figures, by the keys that overrides take, and what follows from them; one column per config."""
+    frame = pd.concat([pd.json_normalize(plan.experiment(config, "loglinear").model_dump(mode="json")) for config in plan.configs])
+    ends = [((1 + sign * frame[f"algorithm.clip_{end}"]) ** frame["schedule.max_staleness"]).round(3) for end, sign in (("low", -1), ("high", 1))]
+    derived = {"sequences per training step": frame["schedule.batch_size"] * frame["schedule.group_size"]}
+    derived |= {"optimiser steps per training step": frame["learner.minibatches"] * frame["learner.epochs"]}
+    derived |= {"unclipped theta / behav at d = eta": [f"{low:g} to {high:g}" for low, high in zip(*ends, strict=True)]}
+    return frame[["name", *SHOWN]].assign(**derived).set_index("name").T
+
+
+def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> pd.DataFrame:
+    """Mean d of the trained tokens, and the share of each d, by setup and method, over all seeds (blocks) and steps."""
+    counts = {(_setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}
+    for method, each in (item for result in several for item in result.items()):
+        counts[_setup(each[0].manifest["name"]), method] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
+    shares = {
+        key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
+        for key, c in counts.items()
+    }
+    return pd.DataFrame(shares).T.fillna(0.0).round(3)
+
+
+def verdicts(plan: Plan, frames: dict[str, pd.DataFrame]) -> Markdown:
+    """The shape targets that were fixed before the runs, judged by the frames {name of the figure: its data}."""
+    if plan.scale == "smoke":
+        return Markdown("No verdict: at scale smoke the numbers mean nothing.")
+    judged = [row for row in report.shapes("a3po", frames) if row[2] != "not run"]
+    return Markdown("\n".join(f"- **{verdict}**, {setup}: {target}. {numbers}." for target, setup, verdict, numbers in judged))
+
+
+def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> Picture | Markdown:
+    """Draw the figure or table `name` of nowait.analysis, save it with its CSV and provenance, mirror both to wandb, and return it for display.
+
+    What was made with knobs, overrides or at scale smoke lands under the folder of runs, unless NOWAIT_FIGURES names another: `figures/`
+    holds the reproduction.
+    """
+    origins = [tables.provenance(several), *(b["provenance"] for b in benches)]
+    record = {
+        "seeds": next(origin["seeds"] for origin in origins if origin["seeds"]),  # of the runs, where there are any
+        "code": sorted({code for origin in origins for code in origin["code"]}),
+        "config": {name: value for origin in origins for name, value in origin["config"].items()},
+    }
+    own = (plan.scale == "smoke" or plan.overrides or any(value is not None for value in plan.knobs.values())) and "NOWAIT_FIGURES" not in os.environ
+    content = {**figures.PLOTS, **tables.TABLES}[name](frame)
+    path = figures.save(content, name, frame, record, runs.root() / "figures-own" if own else figures_dir())
+    if os.environ.get("WANDB_MODE") != "disabled":
+        _mirror(plan, name, frame, path)
+    print(f"{path}, data in {path.with_suffix('.csv').name}; seeds {record['seeds']}, code {', '.join(record['code'])}")
+    return Markdown(content) if isinstance(content, str) else Picture(path)
+
+
+def _mirror(plan: Plan, name: str, frame: pd.DataFrame, path: Path) -> None:
+    folder = runs.root() / "figures-wandb" / name
+    tracker = Tracker(folder, config=asdict(plan), name=name, group="figures", tags=[plan.scale], use_wandb=True)
+    if path.suffix == ".png":
+        tracker.log_figure(name, path)
+    tracker.log_table(f"{name}_data", frame)
+    tracker.close()
+
+
+def _assigned(cell: str) -> list[str]:
+    return re.findall(r"^(\w+)\s*[:=]", cell, re.MULTILINE)
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}; put any other setting into overrides"
+
+
+def _applies(key: str, method: str) -> bool:
+    """Whether a knob may set a key of this method: not where the method is defined by it, and `fresh` only where something is interpolated."""
+    if key == "algorithm.fresh":
+        return METHODS[method]["algorithm.anchor"] in ("loglinear", "linear")
+    return key not in METHODS[method]
+
+
+def _setup(config: str) -> str:
+    return PurePosixPath(config).stem
