@@ -78,7 +78,7 @@ def test_answer_is_wrong_if_and_only_if_a_sum_is(row):
     task = Arithmetic(operand_mean=8.0, operand_cap=64, restate_share=0.0)
     operands = [int(digit) for digit in re.findall(r"\d", task.prompt("train", row))]
     shown = [operands[0], *map(int, chain(task.demonstration("train", row))[:-1])]
-    errors = [after - before - operand for before, after, operand in zip(shown, shown[1:], operands[1:], strict=True)]
+    errors = [after - before - operand for before, after, operand in zip(shown[:-1], shown[1:], operands[1:], strict=True)]
     assert set(errors) <= {0, 1, 2, 3}
     assert task.reward("train", row, task.demonstration("train", row)) == float(not any(errors))
 

@@ -43,7 +43,7 @@ def test_training_lowers_the_loss_of_held_out_demonstrations(built, tmp_path):
         return model(input_ids=token, labels=token).loss.item()
 
     assets.warm_start(replace(SHORT, steps=1, eval_prompts=1), tmp_path, progress=False)
-    assert loss(built[0] / "one") < loss(tmp_path) - 0.3
+    assert loss(built[0] / "one") < loss(tmp_path) - 0.1
 
 
 def test_only_responses_and_their_end_are_trained_and_every_row_is_used_once():
@@ -110,3 +110,13 @@ def test_shipped_policies_leave_room_that_sharpening_can_gain(name, setup, low, 
     assert evaluation[setup]["greedy"]["exact_match"] > evaluation[setup]["sampled"]["exact_match"] + 0.2
     lengths = evaluation["cap64"]["sampled"]
     assert lengths["length_max"] >= 10 * lengths["length_median"]
+
+
+@pytest.mark.parametrize("name", ["policy_small", "policy_large"])
+def test_shipped_policies_answer_when_loaded_by_name(name):
+    tokenizer, model = AutoTokenizer.from_pretrained(assets.path(name)), AutoModelForCausalLM.from_pretrained(assets.path(name))
+    task, rows = Arithmetic(), range(32)
+    inputs = tokenizer([task.prompt("eval", row) for row in rows], return_tensors="pt", padding=True, padding_side="left")
+    response = model.generate(**inputs, do_sample=False, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :]
+    text = tokenizer.batch_decode(response, skip_special_tokens=True)
+    assert sum(task.reward("eval", row, t) for row, t in zip(rows, text, strict=True)) >= 0.85 * len(rows)

@@ -5,6 +5,7 @@ Trainings and benches run in processes of their own and are kept under the folde
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import itertools
 import json
@@ -74,20 +75,22 @@ class Plan:
 
 
 def read(namespace: dict[str, Any]) -> Plan:
-    """The plan of a notebook, from its `globals()`. Raises ConfigError for what papermill only warns of, and for a list passed as text.
+    """The plan of a notebook, from its `globals()`. Raises ConfigError for a parameter that the notebook lacks, of which papermill only warns,
+    and for text in the place of a list or a truth value, as papermill's -p passes it.
 
-    Papermill injects a cell that begins with "# Parameters", whatever the names in it.
+    Papermill injects a cell that begins with "# Parameters".
     """
     cells = namespace["In"]
-    known = _assigned(next(cell for cell in reversed(cells) if "overrides:" in cell))
-    injected = [name for cell in cells if cell.startswith("# Parameters") for name in _assigned(cell)]
-    problems = [Problem(name, "is no parameter of this notebook", _meant(name, known)) for name in injected if name not in known]
-    texts = [name for name in ("configs", "seeds", "overrides") if not isinstance(namespace[name], list)]
-    problems += [Problem(name, f"got {namespace[name]!r}", f"write a list; for papermill, -y '{name}: [...]'") for name in texts]
+    own = ast.parse(next(cell for cell in reversed(cells) if "overrides:" in cell)).body
+    defaults = {node.target.id: ast.literal_eval(node.value) for node in own}
+    injected = [name for cell in cells if cell.startswith("# Parameters") for name in re.findall(r"^(\w+) = ", cell, re.MULTILINE)]
+    problems = [Problem(name, "is no parameter of this notebook", _meant(name, list(defaults))) for name in injected if name not in defaults]
+    texts = [name for name, default in defaults.items() if isinstance(default, list | bool) and type(namespace[name]) is not type(default)]
+    problems += [Problem(name, f"got {namespace[name]!r}", f"for papermill, write -y '{name}: {json.dumps(defaults[name])}'") for name in texts]
     if problems:
         raise ConfigError(problems, "parameters")
-    knobs = {name: namespace[name] for name in KNOBS if name in known}
-    return Plan(**{name: namespace[name] for name in ("configs", "scale", "seeds", "overrides", "interactive")}, knobs=knobs)
+    shared = ("configs", "scale", "seeds", "overrides", "interactive")
+    return Plan(**{name: namespace[name] for name in shared}, knobs={name: namespace[name] for name in KNOBS if name in defaults})
 
 
 def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
@@ -98,12 +101,15 @@ def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
 
 
 def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
-    """The bench of training times of every config, one dict each. Of the knobs it follows those that change how long a step takes."""
-    short = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
-    return [
-        measured("training_times", {m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods}, clock=clock, **short)
-        for config in plan.configs
-    ]
+    """The bench of training times of every config, one dict each. Of the knobs it follows those that change how long a step takes.
+
+    At scale smoke it is as short as can be, also on the wall clock, which starts two processes per block and method.
+    """
+    length = {"blocks": blocks, "steps": bench.COUNTED_STEPS}
+    if plan.scale == "smoke":
+        length, methods = {"blocks": 1, "steps": 2}, bench.COMPARED if clock == "wall" else methods
+    chosen = [{m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods} for config in plan.configs]
+    return [measured("training_times", experiments, clock=clock, **length) for experiments in chosen]
 
 
 def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:
@@ -181,10 +187,6 @@ def _mirror(plan: Plan, name: str, frame: pd.DataFrame, path: Path) -> None:
         tracker.log_figure(name, path)
     tracker.log_table(f"{name}_data", frame)
     tracker.close()
-
-
-def _assigned(cell: str) -> list[str]:
-    return re.findall(r"^(\w+)\s*[:=]", cell, re.MULTILINE)
 
 
 def _meant(name: str, known: list[str]) -> str:
