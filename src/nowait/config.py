@@ -91,6 +91,7 @@ class ScheduleConfig(Model):
 class EvaluationConfig(Model):
     prompts: Positive = 512  # fixed held-out prompts
     samples: Positive = 4  # responses per prompt at every evaluation
+    slots: Positive = 128  # sequences decoded together
     temperature: AboveZero = 1.0
     max_new_tokens: Positive = 96
     benchmarks: dict[str, TaskConfig] = {}  # further held-out sets, evaluated before the first and after the last step

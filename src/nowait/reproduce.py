@@ -62,7 +62,8 @@ def reproduce(paper: str = "all", scale: str = "cpu", seeds: int = 1, *, use_wan
     selected, numbers, outputs = notebooks(paper), list(range(1, seeds + 1)), []
     root = runs.root().resolve()
     figures = root / "figures-smoke" if scale == "smoke" else figures_dir()
-    with _environment(NOWAIT_RUNS=str(root), NOWAIT_FIGURES=str(figures)):  # for the kernels, which run in the project's folder
+    mirror = {} if use_wandb else {"WANDB_MODE": "disabled"}
+    with _environment(NOWAIT_RUNS=str(root), NOWAIT_FIGURES=str(figures), **mirror):  # for the kernels, which run in the project's folder
         for name, files in selected.items():
             trained = experiments(name, scale)
             runs.sweep(trained, numbers, use_wandb=use_wandb)

@@ -106,9 +106,15 @@ def code_digest() -> str:
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed and the code."""
-    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest()], sort_keys=True)
+    """12 digits from the resolved config (with executor and clock), the seed, the code and the shipped checkpoint it starts from."""
+    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), _asset_digest(experiment.model.path)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _asset_digest(model: str) -> str:
+    """SHA-256 of a shipped policy's weights, from its manifest; empty for other models."""
+    manifest = Path(__file__).parent / "data" / model.removeprefix("asset:") / "manifest.json"
+    return json.loads(manifest.read_text())["sha256"] if model.startswith("asset:") and manifest.exists() else ""
 
 
 def folder(experiment: Experiment, seed: int) -> Path:

@@ -96,7 +96,7 @@ async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, 
     """A second sampler beside the first, with a random stream of its own and the same seed in every run, so that methods are compared on equal draws."""
     plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
     capacity = longest_prompt + plan.max_new_tokens
-    await device.place("evaluator", SAMPLER, **model, slots=experiment.sampler.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
+    await device.place("evaluator", SAMPLER, **model, slots=plan.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
     crew.evaluator = partial(device.run, "evaluator")
     for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
         held_out = tasks.load(config)

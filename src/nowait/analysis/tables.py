@@ -162,7 +162,8 @@ def final_eval_reward_markdown(frame: pd.DataFrame) -> str:
         **_COUNTS,
     }
     note = "another model and task than published, so only differences compare"
-    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}.\n"
+    twin = "Sync colocated makes the same updates as sync, so it has no row of its own"
+    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {twin}.\n"
 
 
 def benchmarks_markdown(frame: pd.DataFrame) -> str:

@@ -1,0 +1,303 @@
+"""The A-3PO notebooks, executed by papermill as a reader would at scale smoke, and what they share."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pandas as pd
+import pytest
+
+from nowait import bench, runs, study
+from nowait.analysis import figures, tables
+from nowait.config import digest
+from nowait.config_files import ConfigError
+
+ROOT = Path(__file__).parents[1]
+FIGURES = {  # notebook: what it saves
+    "01_training_time": ["a3po_training_time.md", "a3po_training_time_sampler_bound.md"],
+    "02_proximal_cost": ["a3po_proximal_seconds.png"],
+    "03_training_reward": ["a3po_train_reward_steps.png", "a3po_train_reward_time.png"],
+    "04_evaluation_reward": ["a3po_eval_reward_steps.png", "a3po_eval_reward_time.png", "a3po_final_eval_reward.md"],
+    "05_importance_weights": ["a3po_importance_weight_max.png", "a3po_importance_weight_min.png"],
+    "06_clipped_tokens": ["a3po_clipped_tokens.png"],
+    "07_entropy": ["a3po_entropy.png"],
+    "08_benchmarks": ["a3po_benchmarks.md"],
+}
+ASYNCHRONOUS = {"recompute", "loglinear", "behave", "linear", "reuse"}
+# one setup with a benchmark, so that all notebooks share the same few runs
+SHORT = ["-y", 'configs: ["a3po/setup1"]', "-y", 'overrides: ["evaluation.benchmarks={longer: {name: arithmetic, options: {operand_cap: 14}}}"]']
+PROBE = 'import sys\nassert "torch" not in sys.modules, "the kernel has loaded torch"'
+
+
+def source(stem: str) -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / "notebooks" / "a3po" / f"{stem}.ipynb", 4)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with runs/ and figures/ of its own for the kernels."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("runs", "figures"):
+            patch.setenv(f"NOWAIT_{name.upper()}", str(folder / name))
+        for name, value in {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}.items():
+            patch.setenv(name, value)
+        yield folder
+
+
+def papermill(stem: str, folder: Path, *arguments: str) -> nbformat.NotebookNode:
+    """The notebook as papermill's command line executes it at scale smoke, with a cell at the end that looks for torch."""
+    from papermill.cli import papermill as command
+
+    notebook, output = source(stem), folder / f"{stem}-executed.ipynb"
+    notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
+    nbformat.write(notebook, folder / f"{stem}.ipynb")
+    options = ["--no-progress-bar", "-p", "scale", "smoke", "-y", "seeds: [1]", *arguments]
+    command.main([str(folder / f"{stem}.ipynb"), str(output), *options], standalone_mode=False)
+    return nbformat.read(output, 4)
+
+
+def provenance(path: Path) -> dict:
+    if path.suffix == ".png":
+        return figures.read_provenance(path)
+    return json.loads(re.search(r"<!-- provenance (.*) -->", path.read_text()).group(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", FIGURES)
+def test_a_notebook_runs_alone_saves_its_figures_with_data_and_provenance_and_loads_no_torch(stem, place):
+    papermill(stem, place, *SHORT, *(["-y", "wall: false"] if stem.startswith("01") else []))
+    for name in FIGURES[stem]:
+        path = place / "figures" / name
+        record, data = provenance(path), path.with_suffix(".csv").read_bytes()
+        assert record["data"] == hashlib.sha256(data).hexdigest() and record["code"] == [runs.code_digest()]
+        assert record["seeds"] and all("setup1/" in config for config in record["config"])
+        assert set(pd.read_csv(path.with_suffix(".csv")).get("scale", ["smoke"])) == {"smoke"}
+        assert list((place / "runs" / "figures-wandb" / path.stem).glob("wandb/offline-run-*/*.wandb")), "not mirrored to wandb"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "etaa", "3"], "etaa: is no parameter of this notebook; did you mean eta?"),
+        (["-y", "overrides: [learner.lrr=0.1]"], "learner.lrr: unknown key (set by override); did you mean learner.lr?"),
+        (["-p", "lr", "fast"], "learner.lr: got 'fast' (set by override); write a number, without quotes"),
+    ],
+)
+def test_a_wrong_parameter_fails_the_notebook_before_anything_is_trained(arguments, message, place, tmp_path):
+    with pytest.raises(Exception, match=re.escape(message)) as failure:
+        papermill("07_entropy", tmp_path, *arguments)
+    assert failure.value.ename == "ConfigError"
+
+
+# What a reader sees without a kernel, and what papermill sees
+
+
+def test_every_notebook_is_tested_here():
+    assert sorted(path.stem for path in (ROOT / "notebooks" / "a3po").glob("*.ipynb")) == sorted(FIGURES)
+
+
+@pytest.mark.parametrize("stem", FIGURES)
+def test_the_first_cell_shows_or_links_the_committed_figures(stem):
+    first = source(stem).cells[0].source
+    for name in FIGURES[stem]:
+        assert f"](../../figures/{name})" in first and (name.endswith(".md") or "![" in first)
+
+
+@pytest.mark.parametrize("stem", FIGURES)
+def test_papermill_documents_every_parameter(stem):
+    import papermill
+
+    (cell,) = [cell for cell in source(stem).cells if "parameters" in cell.metadata.get("tags", [])]
+    found = papermill.inspect_notebook(str(ROOT / "notebooks" / "a3po" / f"{stem}.ipynb"))
+    assert set(found) == {node.target.id for node in ast.parse(cell.source).body}
+    assert [name for name, parameter in found.items() if not parameter["help"] or parameter["inferred_type_name"] == "None"] == []
+
+
+@pytest.mark.parametrize("stem", FIGURES)
+def test_notebooks_are_thin(stem):
+    for cell in source(stem).cells:
+        for node in ast.walk(ast.parse(cell.source)) if cell.cell_type == "code" else ():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert node.end_lineno - node.lineno < 15, f"{stem}: {node.name} belongs into the package"
+
+
+# Parameters
+
+
+def cells(injected: str = "", **values) -> dict:
+    """The namespace of a kernel that has run a parameters cell and, after it, papermill's."""
+    defaults = {"configs": ["a3po/setup1"], "scale": "cpu", "seeds": [1], "overrides": [], "interactive": True, "eta": None, "lr": None}
+    own = "\n".join(f"{name}: {type(value).__name__} = {value!r}  # help" for name, value in defaults.items())
+    return {**defaults, **values, "In": ["", own, *([f"# Parameters\n{injected}\n"] if injected else []), "from nowait import study"]}
+
+
+def plan(**knobs) -> study.Plan:
+    return study.Plan(["a3po/setup1"], "cpu", [1], [], False, knobs)
+
+
+def test_a_plan_is_what_the_parameters_say():
+    found = study.read(cells("eta = 2\nseeds = [1, 2]", eta=2, seeds=[1, 2], scratch=5))
+    assert found == study.Plan(["a3po/setup1"], "cpu", [1, 2], [], True, {"eta": 2, "lr": None})
+
+
+@pytest.mark.parametrize(
+    ("namespace", "message"),
+    [
+        (cells("minibatches = 2", minibatches=2), "minibatches: is no parameter of this notebook; it has configs, scale"),
+        (cells('seeds = "[1]"', seeds="[1]"), "seeds: got '[1]'; for papermill, write -y 'seeds: [1]'"),
+        (cells('interactive = "false"', interactive="false"), "interactive: got 'false'; for papermill, write -y 'interactive: true'"),
+    ],
+)
+def test_what_papermill_injects_by_mistake_is_refused(namespace, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        study.read(namespace)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "touched"),
+    [
+        ({"eta": 2}, ASYNCHRONOUS),
+        ({"minibatches": 3}, {*ASYNCHRONOUS, "sync"} - {"reuse"}),
+        ({"fresh": "theta"}, {"loglinear", "linear"}),
+        ({"lr": 1e-5, "epsilon": 0.3, "steps": 7}, {*ASYNCHRONOUS, "sync"}),
+        ({"lr": None}, set()),
+    ],
+)
+def test_a_knob_reruns_only_the_methods_that_it_concerns(knobs, touched):
+    changed = {m for m in study.A3PO_METHODS if digest(plan(**knobs).experiment("a3po/setup1", m)) != digest(plan().experiment("a3po/setup1", m))}
+    assert changed == touched
+
+
+def test_knobs_reach_the_settings_and_overrides_win_over_them():
+    found = study.Plan(["a3po/setup1"], "cpu", [1], ["learner.lr=0.5"], False, {"lr": 0.1, "epsilon": 0.3, "steps": 7})
+    e = found.experiment("a3po/setup1", "recompute")
+    assert (e.learner.lr, e.algorithm.clip_low, e.algorithm.clip_high, e.schedule.steps) == (0.5, 0.3, 0.3, 7)
+    assert study.settings(plan(eta=2, epsilon=0.5)).loc["unclipped theta / behav at d = eta", "a3po/setup1"] == "0.25 to 2.25"
+
+
+# Benches
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path) -> list:
+    """(clock, blocks, steps, methods) of the benches that were really measured; they are made up, and run in a thread."""
+    calls = []
+
+    def training_times(experiments, clock, blocks, steps):
+        calls.append((clock, blocks, steps, set(experiments)))
+        return {"config": "a3po/setup1", "rows": []}
+
+    monkeypatch.setenv("NOWAIT_RUNS", str(tmp_path))
+    monkeypatch.setattr(bench, "training_times", training_times)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    return calls
+
+
+def test_a_bench_is_measured_again_only_where_its_time_can_have_changed(calls):
+    def again(clock="measured", **knobs) -> bool:
+        before = len(calls)
+        study.times(plan(**knobs), blocks=3, clock=clock)
+        return len(calls) > before
+
+    assert [again(), again(), again(lr=1e-5, epsilon=0.3, steps=7, fresh="theta"), again(eta=None)] == [True, False, False, False]
+    assert [again(eta=2), again(eta=2), again(minibatches=2), again(clock="wall"), again(clock="wall")] == [True, False, True, True, False]
+    assert calls[0] == ("measured", 3, bench.COUNTED_STEPS, set(bench.METHODS))
+
+
+def test_a_bench_at_scale_smoke_is_short(calls):
+    smoke = study.Plan(["a3po/setup1"], "smoke", [1], [], False, {})
+    study.times(smoke, blocks=3)
+    study.times(smoke, blocks=3, clock="wall")
+    assert calls == [("measured", 1, 2, set(bench.METHODS)), ("wall", 1, 2, set(bench.COMPARED))]
+
+
+def test_a_bench_remembers_what_it_measured(calls):
+    (result,) = study.times(plan(eta=2), blocks=2)
+    assert result["provenance"]["seeds"] == [0, 1] and result["provenance"]["code"] == [runs.code_digest()]
+    assert result["provenance"]["config"]["bench/setup1/recompute"] == digest(plan(eta=2).experiment("a3po/setup1", "recompute"))
+
+
+def test_the_bench_reports_medians_of_ratios_inside_a_block(monkeypatch):
+    step = {"sync": [4.0, 8.0, 6.0], "sync_colocated": [3.0, 3.0, 3.0], "recompute": [3.0, 3.0, 6.0], "loglinear": [2.0, 2.0, 4.0]}
+
+    def block(experiment, clock, steps, seed):
+        forward = 0.5 if experiment.method == "recompute" else 0.0
+        shared = {"generate": 1.0, "train": 1.5, "prox_forward": forward, "busiest": 1.5 + forward, "d": 2.0, "hist": [1] * (seed + 1)}
+        return {"step": step[experiment.method][seed], **shared}
+
+    monkeypatch.setattr(bench, "_block", block)
+    found = bench.asynchronous(methods=bench.COMPARED)
+    assert [found[f"speedup_over_{m}"] for m in ("sync", "sync_colocated", "recompute")] == [2.0, 1.5, 1.5]
+    assert (found["forward_s"], found["bound_over_recompute"]) == (0.5, 1 + 1 / 3) and found["counted_steps"] == bench.COUNTED_STEPS
+    recompute = found["rows"][2]
+    assert recompute["blocks"] == step["recompute"] and (recompute["seconds_per_step"], recompute["forward_s"], recompute["busiest_s"]) == (
+        3.0,
+        0.5,
+        2.0,
+    )
+    assert recompute["staleness"] == [3, 2, 1] and recompute["mean_staleness"] == pytest.approx(4 / 6)
+    with pytest.raises(ValueError, match="the bench compares sync, .*; add recompute, loglinear"):
+        bench.asynchronous(methods=("sync", "sync_colocated"))
+
+
+# Tables and figures
+
+
+def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
+    hists = [[[2, 2], float("nan")], [[1, 0, 3]]]  # tokens with d = 0, 1, 2 per step; an evaluation alone has none
+    several = [SimpleNamespace(manifest={"name": "a3po/setup2"}, metrics=pd.DataFrame({"stale/hist": hist})) for hist in hists]
+    rows = [{"method": "sync", "staleness": [9]}]
+    found = study.staleness([{"loglinear": several}], [{"config": "a3po/setup1", "rows": rows}])
+    assert found.loc[("setup2", "loglinear")].tolist() == [1.0, 0.375, 0.25, 0.375]
+    assert found.loc[("setup1", "sync")].tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("scale", "knobs", "overrides", "where"), [
+    ("cpu", {"eta": None}, [], "figures"),
+    ("cpu", {"eta": 4}, [], "runs/figures-own"),
+    ("cpu", {}, ["learner.lr=0.1"], "runs/figures-own"),
+    ("smoke", {}, [], "runs/figures-own"),
+])  # fmt: skip
+def test_only_the_reproduction_itself_is_saved_under_figures(monkeypatch, tmp_path, scale, knobs, overrides, where):
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOWAIT_FIGURES", raising=False)
+    monkeypatch.delenv("NOWAIT_RUNS", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": ["wall"]})
+    origin = {"provenance": {"seeds": [0], "code": ["c0de"], "config": {"bench/setup1/loglinear": "abc"}}}
+    chosen = study.Plan(["a3po/setup1"], scale, [1], overrides, False, knobs)
+    shown = study.publish(chosen, "a3po_proximal_seconds", frame, benches=[origin])
+    assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png" and shown._repr_png_()[:4] == b"\x89PNG"
+    assert figures.read_provenance(shown).items() > origin["provenance"].items()
+    assert not list(tmp_path.rglob("figures-wandb"))
+
+
+def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_path):
+    monkeypatch.setenv("NOWAIT_FIGURES", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = SimpleNamespace(manifest={"seed": 7, "code": "new", "config": {"name": "a3po/setup1"}})
+    origin = {"provenance": {"seeds": [0], "code": ["old"], "config": {"bench/setup1/loglinear": "abc"}}}
+    frame = pd.DataFrame({"setup": ["setup1"], "method": ["sync"], "scale": ["cpu"], "reward": [0.5], "se": [0.1], "seeds": [1], "prompts": [2]})
+    text = study.publish(plan(), "a3po_final_eval_reward", frame, [{"loglinear": [run]}], [origin])
+    record = provenance(tmp_path / "a3po_final_eval_reward.md")
+    assert record["seeds"] == [7] and record["code"] == ["new", "old"] and set(record["config"]) == {"setup1/loglinear", "bench/setup1/loglinear"}
+    assert text._repr_markdown_() == tables.final_eval_reward_markdown(frame)
+
+
+def test_verdicts_are_those_of_the_report_and_none_at_scale_smoke():
+    frame = pd.DataFrame({"setup": "setup1", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
+    text = study.verdicts(plan(), {"a3po_final_eval_reward": frame})
+    assert text.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and text.count("\n") == 0
+    assert "numbers mean nothing" in study.verdicts(study.Plan([], "smoke", [1], [], False, {}), {"a3po_final_eval_reward": frame})
