@@ -33,10 +33,11 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
-def test_training_raises_the_reward(tiny, tmp_path):
+def test_training_raises_the_reward_and_numbers_requests_through_all_epochs(tiny, tmp_path):
     records, _ = train(experiment(tiny, "sync", "schedule.steps=12", "schedule.batch_size=4", "sampler.slots=16"), tmp_path)
     rewards = [metrics["rollout/reward_mean"] for metrics in steps(records)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.25
+    assert [number for metrics in steps(records) for number in metrics["rollout/requests"]] == list(range(48))  # of 40 rows
 
 
 def test_asynchrony_repeats_bit_for_bit_in_another_process(tiny, tmp_path):

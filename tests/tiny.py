@@ -94,7 +94,7 @@ class EvenDigits:
         self.broken = broken
 
     def size(self, split: str) -> int:
-        return 64
+        return 40
 
     def prompt(self, split: str, row: int) -> str:
         return f"{row}="

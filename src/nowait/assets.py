@@ -99,6 +99,7 @@ def warm_start(recipe: Recipe, out: Path, progress: bool = True) -> dict:
         seconds = time.process_time() - start
         results = {k: _evaluate(model, tokenizer, task, recipe.eval_prompts) for k, task in EVALUATED.items()}
     model.save_pretrained(out)
+    (out / WEIGHTS).chmod(0o644)  # safetensors files are private to their owner otherwise
     character_tokenizer().save_pretrained(out)  # a used one would save its padding
     manifest = {
         "recipe": {**asdict(recipe), "task": recipe.task.model_dump()},

@@ -97,7 +97,7 @@ def _execute(notebook: Path, scale: str, seeds: list[int], hashes: list[str]) ->
     output.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     start = time.time_ns()
-    _papermill(notebook, output, {"scale": scale, "seeds": seeds, "interactive": False})
+    _papermill(notebook, output, {"scale": scale, "seeds": seeds, "blocks": len(seeds), "interactive": False})
     written = [csv for csv in figures_dir().glob("*.csv") if csv.stat().st_mtime_ns >= start]
     record.write_text(json.dumps({"inputs": inputs, "data": {csv.name: _sha256(csv) for csv in written}}, indent=1) + "\n")
     return output

@@ -81,8 +81,8 @@ def read(namespace: dict[str, Any]) -> Plan:
     Papermill injects a cell that begins with "# Parameters".
     """
     cells = namespace["In"]
-    own = ast.parse(next(cell for cell in reversed(cells) if "overrides:" in cell)).body
-    defaults = {node.target.id: ast.literal_eval(node.value) for node in own}
+    own = ast.parse(next(cell for cell in cells if "overrides:" in cell)).body
+    defaults = {node.target.id: ast.literal_eval(node.value) for node in own if isinstance(node, ast.AnnAssign)}
     injected = [name for cell in cells if cell.startswith("# Parameters") for name in re.findall(r"^(\w+) = ", cell, re.MULTILINE)]
     problems = [Problem(name, "is no parameter of this notebook", _meant(name, list(defaults))) for name in injected if name not in defaults]
     texts = [name for name, default in defaults.items() if isinstance(default, list | bool) and type(namespace[name]) is not type(default)]
@@ -101,13 +101,11 @@ def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
 
 
 def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
-    """The bench of training times of every config, one dict each. Of the knobs it follows those that change how long a step takes.
+    """The bench of training times of every config, one dict each; as short as can be at scale smoke.
 
-    At scale smoke it is as short as can be, also on the wall clock, which starts two processes per block and method.
+    Of the knobs it follows those that change how long a step takes.
     """
-    length = {"blocks": blocks, "steps": bench.COUNTED_STEPS}
-    if plan.scale == "smoke":
-        length, methods = {"blocks": 1, "steps": 2}, bench.COMPARED if clock == "wall" else methods
+    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
     chosen = [{m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods} for config in plan.configs]
     return [measured("training_times", experiments, clock=clock, **length) for experiments in chosen]
 
@@ -115,8 +113,8 @@ def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[st
 def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:
     """What the function `kind` of nowait.bench returns for one or several experiments, measured once and kept; with `provenance`."""
     several = subject if isinstance(subject, dict) else {subject.method: subject}
-    settings = {method: e.model_dump(mode="json") for method, e in several.items()}
-    key = json.dumps([kind, settings, options, runs.code_digest(), Path(bench.__file__).read_text()], sort_keys=True)
+    hashes = {method: runs.run_hash(e, seed=0) for method, e in several.items()}  # of settings, code and checkpoint
+    key = json.dumps([kind, hashes, options, Path(bench.__file__).read_text()], sort_keys=True)
     path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not path.is_file():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
