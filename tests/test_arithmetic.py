@@ -24,7 +24,7 @@ def chain(text: str) -> list[str]:
 
 
 def test_row_is_fixed_by_seed_split_and_row():
-    assert [WIDE.prompt("eval", row) for row in range(3)] == ["9+6+3+8+3+9=", "8+3+9=", "3+3+5+8+9+2="]
+    assert [WIDE.prompt("eval", row) for row in range(3)] == ["4+1+6+4+7+3=", "4+5+5+8+9=", "4+7+5+4+2+6+2+6="]
     assert WIDE.prompt("train", 0) != WIDE.prompt("eval", 0) != Arithmetic(operand_mean=8.0, operand_cap=64, seed=1).prompt("eval", 0)
 
 
@@ -119,7 +119,7 @@ def test_rows_outside_the_split_are_refused():
 def test_load_names_what_exists():
     with pytest.raises(ValueError, match="unknown task 'arithmetics': use one of arithmetic"):
         load(TaskConfig(name="arithmetics"))
-    with pytest.raises(ValueError, match="operand_meen.*its options are operand_mean, operand_cap"):
+    with pytest.raises(ValueError, match="operand_meen.*its options are operand_mean, operand_floor, operand_cap"):
         load(TaskConfig(options={"operand_meen": 3.0}))
     with pytest.raises(ValueError, match="operand_cap"):
         load(TaskConfig(options={"operand_cap": 65}))
@@ -135,3 +135,22 @@ def test_load_calls_a_function_of_the_user_with_the_options():
 def test_tasks_need_no_torch():
     code = "import sys, nowait.tasks as t; t.load(t.TaskConfig()).prompt('train', 0); print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def test_no_prompt_is_in_both_splits_and_both_have_the_same_lengths():
+    task = Arithmetic(operand_mean=4.5, operand_cap=12)
+    train, evaluated = ([task.operands(split, row) for row in range(4000)] for split in ("train", "eval"))
+    assert not set(map(tuple, train)) & set(map(tuple, evaluated))
+    lengths = [np.mean([len(operands) for operands in rows]) for rows in (train, evaluated)]
+    assert abs(lengths[0] - lengths[1]) < 0.2
+
+
+@given(row=st.integers(0, 200))
+@settings(max_examples=20, deadline=None)
+def test_a_floor_leaves_out_shorter_chains(row):
+    assert 25 <= len(Arithmetic(operand_mean=12.0, operand_floor=25, operand_cap=32).operands("eval", row)) <= 32
+
+
+def test_a_floor_above_the_cap_is_refused():
+    with pytest.raises(ValueError, match=r"operand_floor \(13\) is above operand_cap \(12\)"):
+        Arithmetic(operand_floor=13)

@@ -371,3 +371,25 @@ def test_readme_example_has_every_field_and_is_setup_1_at_cpu_scale(write):
             leaves |= {f"{name}.{part}" for part in value} if name == "runtime.costs" else {name}
     assert leaves == set(KEYS)
     assert {key for key, *_ in diff(load(write(example)), load("a3po/setup1"))} == {"name"}
+
+
+def test_an_override_cannot_make_another_method_of_the_one_asked_for():
+    with pytest.raises(ConfigError, match=r"algorithm.anchor: got 'recompute', but method loglinear means 'loglinear'"):
+        load("a3po/setup1", method="loglinear", overrides=["algorithm.anchor=recompute"])
+
+
+@pytest.mark.parametrize(
+    ("override", "label"), [("algorithm.anchor=recompute", "recompute"), ("algorithm.anchor=ppo", "custom"), ("learner.lr=1e-5", "loglinear")]
+)
+def test_the_label_says_what_the_settings_are(override, label):
+    assert load("a3po/setup1", overrides=[override]).method == label
+
+
+def test_asynchrony_on_the_wall_clock_needs_processes():
+    with pytest.raises(ConfigError, match="nothing would overlap"):
+        load("a3po/setup1", overrides=["runtime.clock=wall"])
+
+
+def test_colocated_training_refuses_an_unsharded_forward_pass():
+    with pytest.raises(ConfigError, match="does not shard the forward pass"):
+        load("a3po/setup1", method="sync_colocated", overrides=["algorithm.anchor=recompute"])

@@ -30,7 +30,8 @@ COLUMNS = {
     "a3po_entropy": ["train/entropy"],
 }
 PROXIMAL_BENCH = {
-    "cpu_model": {"recompute_s": 0.1, "interpolate_s": 2e-4, "ratio": 500.0},
+    "scale": "cpu",
+    "cpu_model": {"recompute_s": 0.1, "interpolate_s": 2e-4, "ratio": 500.0, "ratios": [490.0, 495.0, 500.0, 505.0, 510.0]},
     "paper_tensors": {"interpolate_s": 0.004, "bytes": 8_000_000},
     "blocks": 5,
 }
@@ -69,7 +70,7 @@ def made_up_run(setup: str, method: str, seed: int, steps: int = 100, prompts: i
     last = [
         pd.DataFrame({"step": when, "set": which, "row": row, "reward": 0.4 + 0.001 * row + 0.2 * when / steps + rng.normal(0, 0.005, prompts)})
         for when in (0, steps)
-        for which in ("eval", "longer")
+        for which in ("eval", "longer", "longest")
     ]
     manifest = {
         "seed": seed,
@@ -86,32 +87,32 @@ def made_up_results(setup: str, seeds=(1, 2, 3), methods=METHODS, **options) -> 
 def made_up_bench(setup: str = "setup1") -> dict:
     seconds = {"sync": 0.5, "recompute": 0.4, "loglinear": 0.3, "sync_colocated": 0.35}
     late = {"recompute": 3.0, "loglinear": 3.1}
-    rows = [{"method": m, "seconds_per_step": s, "mean_staleness": late.get(m, 0.0), "blocks": [s * 0.9, s, s * 1.2]} for m, s in seconds.items()]
+    rows = [{"method": m, "seconds_per_step": s, "mean_staleness": late.get(m, 0.0), "blocks": [s * 0.95, s, s * 1.05]} for m, s in seconds.items()]
     stages = {"sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "forward_over_update": 0.3}
     return {"config": f"a3po/{setup}", "scale": "cpu", "clock": "measured", "rows": rows, **stages}
 
 
-def save_everything(folder, seeds=(1, 2, 3), setups=("setup1", "setup2"), methods=METHODS) -> None:
-    results = [made_up_results(setup, seeds, methods) for setup in setups]
-    record = tables.provenance(results)
+def made_up_frames(results: list[dict[str, list[Run]]]) -> dict[str, pd.DataFrame]:
+    """The data of every figure and table; `results` are those of setup1, and of setup2 if there are two."""
+    setups = ["setup1", "setup2"][: len(results)]
     times = pd.concat([tables.training_time(made_up_bench(setup)) for setup in setups])
     frames = {
         **{name: times for name in tables.TABLES if name.startswith("a3po_training_time")},
         "a3po_proximal_seconds": tables.proximal_seconds(PROXIMAL_BENCH),
         "a3po_final_eval_reward": pd.concat([tables.final_eval_reward(result) for result in results]),
-        "a3po_benchmarks": pd.concat([tables.benchmarks(result, ["longer"]) for result in results]),
+        "a3po_benchmarks": pd.concat([tables.benchmarks(result, ["longer", "longest"]) for result in results]),
     }
     for name, columns in COLUMNS.items():
         frame = pd.concat([tables.tidy(result, columns) for result in results])
         frames[name] = tables.on_bench_time(frame, times) if name.endswith("_time") else frame
-    for name, frame in frames.items():
-        figures.save({**figures.PLOTS, **tables.TABLES}[name](frame), name, frame, record, folder)
+    return frames
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("figures")
-    save_everything(path, setups=("setup1",))
+    path, results = tmp_path_factory.mktemp("figures"), [made_up_results("setup1")]
+    for name, frame in made_up_frames(results).items():
+        figures.save({**figures.PLOTS, **tables.TABLES}[name](frame), name, frame, tables.provenance(results), path)
     return path
 
 
@@ -245,6 +246,8 @@ def test_training_time_is_medians_of_paired_ratios_with_the_bound():
     bench["rows"][0]["blocks"], bench["rows"][2]["blocks"] = [0.4, 0.6, 0.9], [0.4, 0.3, 0.5]  # ratios 1, 2, 1.8; of medians 1.5
     rows = tables.training_time(bench).set_index("method")
     assert rows.loc["loglinear", "speedup_over_sync"] == 1.8
+    assert rows.loc["loglinear", "speedup_over_sync_se"] == pytest.approx(np.std([1, 2, 1.8], ddof=1) / np.sqrt(3), rel=1e-5)
+    assert rows.loc["loglinear", "difference_se"] == pytest.approx(np.std([0.02, -0.1, 0.08], ddof=1) / np.sqrt(3), rel=1e-5)  # minus recompute
     assert rows.loc["loglinear", "f_over_u"] == 0.3 and rows.loc["loglinear", "bound"] == 1.3 and rows.loc["loglinear", "blocks"] == 3
     published = [f"published_{name}" for name in ("hours", "seconds_per_step", "speedup_over_sync", "speedup_over_recompute")]
     assert rows.loc["loglinear", published].tolist() == [14.54, 47.6, 1.8, 1.11]
@@ -259,6 +262,15 @@ def test_the_time_table_says_which_device_limits_and_how_much_could_be_gained(sa
     text = tables.training_time_markdown(tables.training_time({**made_up_bench(), "sampler_s": sampler}))
     assert f"setup1: s = {sampler:.3f}, u = 0.300, f = 0.090 seconds" in text and said in text
     assert "A-3PO is 1.33 times as fast as recompute, of at most 1.30, and 1.17 times as fast as sync colocated." in text
+
+
+@pytest.mark.parametrize(("blocks", "said"), [(3, "medians over interleaved blocks;"), (1, "one pass over the methods, which shows no spread;")])
+def test_the_time_table_says_whether_its_numbers_have_a_spread(blocks, said):
+    bench = made_up_bench()
+    bench["rows"] = [{**row, "blocks": row["blocks"][:blocks]} for row in bench["rows"]]
+    frame = tables.training_time(bench)
+    assert said in tables.training_time_markdown(frame)
+    assert frame["speedup_over_sync_se"].isna().all() == frame["difference_se"].isna().all() == (blocks == 1)
 
 
 def test_time_on_the_bench_is_steps_times_its_seconds_per_step():
@@ -280,6 +292,27 @@ def test_final_rewards_are_of_the_last_evaluation_and_paired_with_recompute():
     assert rows.loc["loglinear", "difference_se"] == pytest.approx(0.002 / np.sqrt(31), rel=1e-4)  # spread 0.002 over 32 prompts, none over seeds
     assert rows.loc["loglinear", "reward"] > 0.55 and rows.loc["loglinear", ["published", "seeds", "prompts"]].tolist() == [0.791, 2, 32]
     assert np.isnan(rows.loc["recompute", "difference"])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"), [((1,), "± s.e. is over prompts only: one seed says nothing about others."), ((1, 2), "over prompts and seeds.")]
+)
+def test_tables_of_rewards_say_what_their_errors_cover(seeds, said):
+    results = made_up_results("setup2", seeds)
+    assert said in tables.final_eval_reward_markdown(tables.final_eval_reward(results))
+    assert said in tables.benchmarks_markdown(tables.benchmarks(results, ["longer", "longest"]))
+
+
+def test_benchmarks_average_over_sets_that_share_their_seeds():
+    results = made_up_results("setup2", (1, 2))
+    for seed, shift in enumerate((0.01, 0.03)):  # loglinear above recompute by 1 and 3 points, on every prompt of both sets
+        results["loglinear"][seed].evaluations["reward"] = results["recompute"][seed].evaluations["reward"] + shift
+    rows = tables.benchmarks(results, ["longer", "longest"]).set_index(["set", "method"])
+    assert list(rows.index.get_level_values("set").unique()) == ["longer", "longest", "average"]
+    average, both = rows.loc[("average", "loglinear")], rows.loc[["longer", "longest"]].xs("loglinear", level="method")
+    assert average["reward"] == pytest.approx(both["reward"].mean(), rel=1e-5) and average["prompts"] == 64
+    assert average["difference"] == pytest.approx(2, rel=1e-4)
+    assert average["difference_se"] == pytest.approx(1, rel=1e-3)  # (1 and 3: sd √2, over √2 seeds); averaging sets does not shrink it
 
 
 def test_methods_with_other_seeds_or_prompts_are_not_compared():

@@ -150,13 +150,14 @@ def test_gradient_is_that_of_the_responses_log_probs_including_eos_and_no_prompt
 
 
 def test_micro_batches_of_one_sequence_train_like_one_of_all(tiny, fresh):
-    whole, cut = (trained(learner(tiny, micro_batch_tokens=size), fresh, 1) for size in (10_000, 1))
+    whole, cut = (trained(learner(tiny, micro_batch_tokens=size, eps=1e-4), fresh, 1) for size in (10_000, 1))
     torch.testing.assert_close(parameters(cut), parameters(whole), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("minibatches", [2, 16])  # 16: every rank but the first has nothing to do
 def test_two_ranks_train_like_one(tiny, fresh, minibatches):
-    one, ranks = learner(tiny, minibatches=minibatches, epochs=2), [learner(tiny, minibatches=minibatches, epochs=2) for _ in range(2)]
+    options = {"minibatches": minibatches, "epochs": 2, "eps": 1e-6}  # Adam makes noise in gradients near zero as large as lr otherwise
+    one, ranks = learner(tiny, **options), [learner(tiny, **options) for _ in range(2)]
     expected = one.update(fresh)
     (count,) = {worker.prepare(fresh) for worker in ranks}
     assert count == 2 * minibatches

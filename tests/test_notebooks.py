@@ -8,6 +8,7 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import pytest
 
 from nowait import bench, runs, study
 from nowait.analysis import figures, tables
-from nowait.config import digest
+from nowait.config import digest, load
 from nowait.config_files import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -32,8 +33,9 @@ FIGURES = {  # notebook: what it saves
     "08_benchmarks": ["a3po_benchmarks.md"],
 }
 ASYNCHRONOUS = {"recompute", "loglinear", "behave", "linear", "reuse"}
-# one setup with a benchmark, so that all notebooks share the same few runs
-SHORT = ["-y", 'configs: ["a3po/setup1"]', "-y", 'overrides: ["evaluation.benchmarks={longer: {name: arithmetic, options: {operand_cap: 14}}}"]']
+# one setup with two benchmarks, so that all notebooks share the same few runs
+SETS = "{longer: {name: arithmetic, options: {operand_cap: 14}}, longest: {name: arithmetic, options: {operand_cap: 15}}}"
+SHORT = ["-y", 'configs: ["a3po/setup1"]', "-y", f'overrides: ["evaluation.benchmarks={SETS}"]']
 PROBE = 'import sys\nassert "torch" not in sys.modules, "the kernel has loaded torch"'
 
 
@@ -196,7 +198,7 @@ def calls(monkeypatch, tmp_path) -> list:
 
     def training_times(experiments, clock, blocks, steps):
         calls.append((clock, blocks, steps, set(experiments)))
-        return {"config": "a3po/setup1", "rows": []}
+        return {"config": "a3po/setup1", "rows": [], "seeds": [3, 4]}
 
     monkeypatch.setenv("NOWAIT_RUNS", str(tmp_path))
     monkeypatch.setattr(bench, "training_times", training_times)
@@ -224,31 +226,74 @@ def test_a_bench_at_scale_smoke_is_short(calls):
 
 def test_a_bench_remembers_what_it_measured(calls):
     (result,) = study.times(plan(eta=2), blocks=2)
-    assert result["provenance"]["seeds"] == [0, 1] and result["provenance"]["code"] == [runs.code_digest()]
+    assert result["provenance"]["seeds"] == [3, 4] and result["provenance"]["code"] == [runs.code_digest()]
     assert result["provenance"]["config"]["bench/setup1/recompute"] == digest(plan(eta=2).experiment("a3po/setup1", "recompute"))
 
 
 def test_the_bench_reports_medians_of_ratios_inside_a_block(monkeypatch):
     step = {"sync": [4.0, 8.0, 6.0], "sync_colocated": [3.0, 3.0, 3.0], "recompute": [3.0, 3.0, 6.0], "loglinear": [2.0, 2.0, 4.0]}
 
+    order = []
+
     def block(experiment, clock, steps, seed):
+        order.append((seed, clock, experiment.method))
         forward = 0.5 if experiment.method == "recompute" else 0.0
-        shared = {"generate": 1.0, "train": 1.5, "prox_forward": forward, "busiest": 1.5 + forward, "d": 2.0, "hist": [1] * (seed + 1)}
-        return {"step": step[experiment.method][seed], **shared}
+        shared = {"generate": 1.0, "train": 1.5, "prox_forward": forward, "busiest": 1.5 + forward, "hist": [1] * (seed + 1)}
+        return {"step": step[experiment.method][seed], **shared} | ({"busiest": 1.0} if clock == "measured" else {})
 
     monkeypatch.setattr(bench, "_block", block)
     found = bench.asynchronous(methods=bench.COMPARED)
     assert [found[f"speedup_over_{m}"] for m in ("sync", "sync_colocated", "recompute")] == [2.0, 1.5, 1.5]
     assert (found["forward_s"], found["bound_over_recompute"]) == (0.5, 1 + 1 / 3) and found["counted_steps"] == bench.COUNTED_STEPS
+    assert found["overlap_efficiency"] == 0.5 and found["mean_staleness"] == found["rows"][3]["mean_staleness"] and found["seeds"] == [0, 1, 2]
+    turns = [[method for seed, _, method in order if seed == i] for i in range(3)]
+    assert turns == [[*bench.COMPARED[i:], *bench.COMPARED[:i]] for i in range(3)], "each block begins with another method"
     recompute = found["rows"][2]
-    assert recompute["blocks"] == step["recompute"] and (recompute["seconds_per_step"], recompute["forward_s"], recompute["busiest_s"]) == (
-        3.0,
-        0.5,
-        2.0,
-    )
+    assert recompute["blocks"] == step["recompute"] and (recompute["seconds_per_step"], recompute["forward_s"]) == (3.0, 0.5)
     assert recompute["staleness"] == [3, 2, 1] and recompute["mean_staleness"] == pytest.approx(4 / 6)
     with pytest.raises(ValueError, match="the bench compares sync, .*; add recompute, loglinear"):
         bench.asynchronous(methods=("sync", "sync_colocated"))
+    order.clear()
+    wall = bench.asynchronous(methods=bench.COMPARED, clock="wall", blocks=1)  # elapsed 2.0, of which 1.0 is work by itself
+    assert wall["overlap_efficiency"] == 0.5 and wall["rows"][2]["busiest_s"] == 2.0
+    assert order[-1] == (0, "measured", "loglinear") and {clock for _, clock, _ in order[:-1]} == {"wall"}
+    with pytest.raises(ValueError, match="no clock 'model'; choose measured or wall"):
+        bench.asynchronous(clock="model")
+
+
+@pytest.mark.parametrize("method", ["sync", "sync_colocated"])
+def test_a_device_that_samples_and_learns_is_busy_with_both(monkeypatch, method):
+    stages = {"generate": 0.5, "train": 0.75, "prox_forward": 0.25, "step": 2.0, "sync": 0.0, "reward": 0.0}
+
+    async def stream(experiment, *args, **options):
+        for _ in range(experiment.schedule.steps):
+            yield SimpleNamespace(metrics={f"time/{name}": seconds for name, seconds in stages.items()} | {"stale/hist": [1]})
+
+    monkeypatch.setattr("nowait.training.stream", stream)
+    block = bench._block(load("a3po/setup1", scale="smoke", method=method), "measured", steps=2, seed=0)
+    assert block["busiest"] == {"sync": 1.0, "sync_colocated": 1.5}[method] and block["hist"] == [2]
+
+
+def test_the_proximal_bench_samples_as_the_training_does(monkeypatch):
+    placed = {}
+
+    class Worker:
+        def __init__(self, path, **options):
+            placed[type(self).__name__] = options
+            raise InterruptedError
+
+    monkeypatch.setattr("nowait.workers.sampler.HFSampler", type("Sampler", (Worker,), {}))
+    chosen = ["sampler.temperature=0.7", "model.dtype=bfloat16"]
+    with pytest.raises(InterruptedError):
+        bench.proximal_cost(load("a3po/setup1", scale="smoke", overrides=chosen))
+    assert placed["Sampler"].items() >= {"temperature": 0.7, "dtype": "bfloat16"}.items()
+
+
+@pytest.mark.slow
+def test_the_proximal_bench_reports_ratios_within_a_block_and_the_seed_of_each():
+    found = bench.proximal_cost(load("a3po/setup1", scale="smoke"), blocks=3)
+    assert found["seeds"] == [0, 0, 0] and found["scale"] == "smoke" and len(found["cpu_model"]["ratios"]) == 3
+    assert found["cpu_model"]["ratio"] == sorted(found["cpu_model"]["ratios"])[1] > 1 and found["paper_tensors"]["copy_gb_per_s"] > 0
 
 
 # Tables and figures
@@ -263,21 +308,32 @@ def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     assert found.loc[("setup1", "sync")].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("scale", "knobs", "overrides", "where"), [
-    ("cpu", {"eta": None}, [], "figures"),
-    ("cpu", {"eta": 4}, [], "runs/figures-own"),
-    ("cpu", {}, ["learner.lr=0.1"], "runs/figures-own"),
-    ("smoke", {}, [], "runs/figures-own"),
+COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}}
+
+
+@pytest.mark.parametrize(("change", "kept", "where"), [
+    ({"knobs": {"eta": None}}, None, "figures"),
+    ({}, COMMITTED, "figures"),
+    ({}, COMMITTED | {"seeds": [0, 1, 2]}, "runs/figures-own"),
+    ({}, COMMITTED | {"config": {"bench/setup1/loglinear": "abd"}}, "runs/figures-own"),
+    ({"knobs": {"eta": 4}}, None, "runs/figures-own"),
+    ({"overrides": ["learner.lr=0.1"]}, None, "runs/figures-own"),
+    ({"configs": ["mine.yaml"]}, None, "runs/figures-own"),
+    ({"scale": "smoke"}, None, "runs/figures-own"),
+    ({"scale": "gpu1"}, None, "runs/figures-own"),
 ])  # fmt: skip
-def test_only_the_reproduction_itself_is_saved_under_figures(monkeypatch, tmp_path, scale, knobs, overrides, where):
+def test_only_the_reproduction_itself_with_as_many_seeds_is_saved_under_figures(monkeypatch, tmp_path, change, kept, where):
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NOWAIT_FIGURES", raising=False)
     monkeypatch.delenv("NOWAIT_RUNS", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": ["wall"]})
-    origin = {"provenance": {"seeds": [0], "code": ["c0de"], "config": {"bench/setup1/loglinear": "abc"}}}
-    chosen = study.Plan(["a3po/setup1"], scale, [1], overrides, False, knobs)
+    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": "wall", "scale": "cpu"})
+    origin = {"provenance": {"seeds": [0, 1], "code": ["c0de"], "config": {"bench/setup1/loglinear": "abc"}}}
+    chosen = replace(plan(), **change)
+    if kept:
+        (tmp_path / "figures").mkdir()
+        (tmp_path / "figures" / "provenance.json").write_text(json.dumps({"a3po_proximal_seconds": kept}))
     shown = study.publish(chosen, "a3po_proximal_seconds", frame, benches=[origin])
     assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png" and shown._repr_png_()[:4] == b"\x89PNG"
     assert figures.read_provenance(shown).items() > origin["provenance"].items()
@@ -287,7 +343,7 @@ def test_only_the_reproduction_itself_is_saved_under_figures(monkeypatch, tmp_pa
 def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_path):
     monkeypatch.setenv("NOWAIT_FIGURES", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    run = SimpleNamespace(manifest={"seed": 7, "code": "new", "config": {"name": "a3po/setup1"}})
+    run = SimpleNamespace(manifest={"seed": 7, "code": "new", "config": {"name": "a3po/setup1", "method": "loglinear"}})
     origin = {"provenance": {"seeds": [0], "code": ["old"], "config": {"bench/setup1/loglinear": "abc"}}}
     frame = pd.DataFrame({"setup": ["setup1"], "method": ["sync"], "scale": ["cpu"], "reward": [0.5], "se": [0.1], "seeds": [1], "prompts": [2]})
     text = study.publish(plan(), "a3po_final_eval_reward", frame, [{"loglinear": [run]}], [origin])
@@ -297,7 +353,8 @@ def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_
 
 
 def test_verdicts_are_those_of_the_report_and_none_at_scale_smoke():
-    frame = pd.DataFrame({"setup": "setup1", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
-    text = study.verdicts(plan(), {"a3po_final_eval_reward": frame})
+    frame = pd.DataFrame({"setup": "setup1", "scale": "cpu", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
+    text = study.verdicts({"a3po_final_eval_reward": frame})
     assert text.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and text.count("\n") == 0
-    assert "numbers mean nothing" in study.verdicts(study.Plan([], "smoke", [1], [], False, {}), {"a3po_final_eval_reward": frame})
+    smoke = study.verdicts({"a3po_final_eval_reward": frame.assign(scale="smoke")})
+    assert smoke.startswith("- **not judged**") and "numbers mean nothing" in smoke

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import nowait
+from nowait.tracking import metrics_table
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,6 +88,20 @@ def test_what_the_readme_promises_exists():
         assert re.search(rf"^  {command} ", commands, re.MULTILINE), command
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", readme)
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readme_has_the_table_of_metrics():
+    remedy = "replace it by the output of: python -c 'from nowait.tracking import metrics_table; print(metrics_table())'"
+    assert f"\n\n{metrics_table()}\n\n" in (ROOT / "README.md").read_text(), remedy
+
+
+def test_the_readme_lists_every_notebook_and_what_it_saves():
+    readme = (ROOT / "README.md").read_text()
+    for notebook in NOTEBOOKS:
+        first = "".join(json.loads(notebook.read_text())["cells"][0]["source"])
+        (row,) = [line for line in readme.splitlines() if line.startswith("| ") and f"({notebook.relative_to(ROOT).as_posix()})" in line]
+        saved = {f"({name})" for name in re.findall(r"figures/[\w.]+\.(?:png|md)", first)}
+        assert saved and all(name in row for name in saved), notebook.name
 
 
 def test_the_ci_script_is_executable_and_runs_the_readme_s_test_command():

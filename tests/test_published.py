@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
 from nowait import published
+from nowait.config import load
+from nowait.tasks.arithmetic import HELD_OUT
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,28 @@ def test_deviations_start_with_the_fresh_tokens_and_give_a_reason_each():
     assert deviations[0]["id"] == "fresh-tokens"
     assert len({item["id"] for item in deviations}) == len(deviations) > 10
     assert all(set(item) == {"id", "section", "ours", "why", "effect"} and all(item.values()) for item in deviations)
+
+
+def test_deviations_state_what_the_configs_hold():
+    ours = {item["id"]: item["ours"] for item in published.deviations("a3po")}
+    first, second = load("a3po/setup1"), load("a3po/setup2")
+    for experiment in (first, second):
+        plan = experiment.schedule
+        size, evaluations = f"{plan.steps} steps of {plan.batch_size} prompts x {plan.group_size} samples", -(-plan.steps // plan.eval_every)
+        assert f"{experiment.name.removeprefix('a3po/setup')}: {size}, {evaluations} evaluations" in ours["run-length"]
+        assert float(re.search(r"lr ([\d.e-]+)", ours["run-length"]).group(1)) == experiment.learner.lr
+        assert (
+            f"epsilon is {experiment.algorithm.clip_low} at cpu scale, not the {load(experiment.name, scale='paper').algorithm.clip_low}"
+            in ours["clip"]
+        )
+        assert f"{experiment.evaluation.prompts} fixed prompts x {experiment.evaluation.samples} samples at temperature 1" in ours["evaluation"]
+    assert f"{first.schedule.max_staleness} and {second.schedule.max_staleness} are the limits at cpu scale" in ours["unknown-settings"]
+    assert "held out by a hash" in ours["evaluation"] and f"1 in {HELD_OUT} " in (ROOT / "notebooks/a3po/04_evaluation_reward.ipynb").read_text()
+    lengths = [task.options for task in second.evaluation.benchmarks.values()]
+    chains = " and of ".join(f"{options['operand_floor']} to {options['operand_cap']}" for options in lengths)
+    asked = f"{second.evaluation.prompts} prompts with {second.evaluation.benchmark_samples} sample each"
+    assert f"chains of {chains} operands, {asked}" in ours["benchmarks"]
+    assert f"RL (up to {second.task.options['operand_cap']})" in ours["benchmarks"]
 
 
 def test_numbers_figures_and_report_need_no_torch():

@@ -179,7 +179,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_second_call_continues(
     assert not thread.is_alive() and time.monotonic() - start < 10 and not multiprocessing.active_children()
     recorded, (done, _) = runs.RunResult(folder).metrics, checkpoint.latest(folder / "checkpoint")
     assert f"run tiny (loglinear) stopped after step {recorded['step'].max()}" in failure[0]
-    assert "died while running" in failure[0] and "run the same command again to continue" in failure[0]
+    assert "died while running" in failure[0] and "Run the same command again: it continues after step 2" in failure[0]
     assert runs.RunResult(folder).manifest["status"] == "failed" and 2 <= done <= recorded["step"].max() < 16
     result = runs.run(x, 0, folder, use_wandb=False)
     assert result.finished and result.metrics["step"].tolist() == list(range(1, 17))

@@ -1,6 +1,7 @@
 """Measurements on this machine. Each returns one JSON-able dict; quote ratios of one call, since absolute times drift.
 
-Progress goes to stderr. Blocks of the methods are interleaved, and what is reported is the median over blocks of ratios inside a block.
+Progress goes to stderr. Blocks of the methods are interleaved, each block beginning with another method, and what is reported is the median
+over blocks of ratios inside a block. `seeds` are those of the blocks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from nowait.runtime.timeline import Timeline
 COUNTED_STEPS = 20  # of each block, after the first eta + 2
 COMPARED = ("sync", "sync_colocated", "recompute", "loglinear")  # what the bench's ratios are made of
 METHODS = (*COMPARED, "behave", "linear", "reuse")
+COPIED = 64_000_000  # bytes of the copy that memory traffic is compared with
+CLOCKS = ("measured", "wall")
 STAGES = ("step", "generate", "prox_forward", "train", "sync", "reward")
 
 
@@ -46,20 +49,27 @@ def training_times(experiments: dict[str, Experiment], clock: str = "measured", 
 
     measured: each call costs its processor time, devices never contend. wall: two worker processes, real seconds.
     sampler_s, update_s, forward_s are those of the asynchronous runs per step; synchronous_sampler_s waits for the longest response.
-    overlap_efficiency = the busiest device's work per step over the elapsed time of A-3PO; on the wall clock the work is that
-    measured where the other device idles (update) or, for the sampler, in the run itself.
+    overlap_efficiency = ideal over elapsed time of A-3PO's step; ideal is the busier device's decoding or updating by itself, in processor
+    time with the other device at rest, so that on the wall clock contention counts as loss, like waiting and the transfer of weights.
     rows: per method seconds per step (median, and of each block), its own stages, busiest_s (work of its busier device, at most the step),
-    and the tokens trained with staleness 0, 1, 2, ... Raises ValueError unless the methods of `COMPARED` are there.
+    and the tokens trained with staleness 0, 1, 2, ... with their mean. Raises ValueError for another clock, and unless the methods of
+    `COMPARED` are there.
     """
+    if clock not in CLOCKS:
+        raise ValueError(f"a bench has no clock {clock!r}; choose {' or '.join(CLOCKS)}")
     if missing := [m for m in COMPARED if m not in experiments]:
         raise ValueError(f"the bench compares {', '.join(COMPARED)}; add {', '.join(missing)}")
-    results: dict[str, list[dict]] = {method: [] for method in experiments}
+    results, ideals, methods = {method: [] for method in experiments}, [], list(experiments)
     for block in range(blocks):
-        for method, experiment in experiments.items():
-            results[method].append(_block(experiment, clock, steps, seed=block))
+        first = block % len(methods)
+        for method in methods[first:] + methods[:first]:
+            results[method].append(_block(experiments[method], clock, steps, seed=block))
             _say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
+        alone = results["loglinear"][-1] if clock == "measured" else _block(experiments["loglinear"], "measured", steps, seed=block)
+        ideals.append(alone["busiest"])
     chosen = experiments["loglinear"]
-    return {"config": chosen.name, "scale": chosen.scale, "clock": clock, "blocks": blocks, "counted_steps": steps} | _summary(results)
+    facts = {"config": chosen.name, "scale": chosen.scale, "clock": clock, "blocks": blocks, "seeds": list(range(blocks)), "counted_steps": steps}
+    return facts | _summary(results, ideals)
 
 
 def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> dict:
@@ -80,8 +90,9 @@ def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> di
     with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
         runner.run(drive())
     out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in STAGES}
-    out["busiest"] = max(out["generate"], out["train"] + out["prox_forward"])
-    return out | {"d": statistics.fmean(row["stale/d_mean"] for row in rows[skipped:]), "hist": added(row["stale/hist"] for row in rows[skipped:])}
+    stages = out["generate"], out["train"] + out["prox_forward"]
+    shared = any({"sampler", "learner"} <= set(hosted) for hosted in experiment.runtime.placement.values())
+    return out | {"busiest": sum(stages) if shared else max(stages), "hist": added(row["stale/hist"] for row in rows[skipped:])}
 
 
 def added(counts: Iterable[list[int]]) -> list[int]:
@@ -89,10 +100,11 @@ def added(counts: Iterable[list[int]]) -> list[int]:
     return [sum(column) for column in itertools.zip_longest(*counts, fillvalue=0)]
 
 
-def _summary(results: dict[str, list[dict]]) -> dict:
+def _summary(results: dict[str, list[dict]], ideals: list[float]) -> dict:
     def median(ratio) -> float:
-        return statistics.median(ratio({m: blocks[i] for m, blocks in results.items()}) for i in range(len(results["sync"])))
+        return statistics.median(ratio({m: blocks[i] for m, blocks in results.items()}) for i in range(len(ideals)))
 
+    rows = [_row(method, blocks) for method, blocks in results.items()]
     forward_over_update = median(lambda b: b["recompute"]["prox_forward"] / b["recompute"]["train"])
     return {
         "speedup_over_sync": median(lambda b: b["sync"]["step"] / b["loglinear"]["step"]),
@@ -100,14 +112,14 @@ def _summary(results: dict[str, list[dict]]) -> dict:
         "speedup_over_recompute": median(lambda b: b["recompute"]["step"] / b["loglinear"]["step"]),
         "forward_over_update": forward_over_update,
         "bound_over_recompute": 1 + forward_over_update,
-        "overlap_efficiency": median(lambda b: _ideal(b) / b["loglinear"]["step"]),
+        "overlap_efficiency": statistics.median(ideal / b["step"] for ideal, b in zip(ideals, results["loglinear"], strict=True)),
         "sampler_s": median(lambda b: b["loglinear"]["generate"]),
         "update_s": median(lambda b: b["loglinear"]["train"]),
         "forward_s": median(lambda b: b["recompute"]["prox_forward"]),
         "synchronous_sampler_s": median(lambda b: b["sync"]["generate"]),
         "sampler_over_update": median(lambda b: b["loglinear"]["generate"] / b["loglinear"]["train"]),
-        "mean_staleness": median(lambda b: b["loglinear"]["d"]),
-        "rows": [_row(method, blocks) for method, blocks in results.items()],
+        "mean_staleness": next(row["mean_staleness"] for row in rows if row["method"] == "loglinear"),
+        "rows": rows,
     }
 
 
@@ -117,11 +129,6 @@ def _row(method: str, blocks: list[dict]) -> dict:
     staleness = added(b["hist"] for b in blocks)
     mean = sum(d * count for d, count in enumerate(staleness)) / sum(staleness)
     return {"method": method, **medians, "mean_staleness": mean, "staleness": staleness, "blocks": [b["step"] for b in blocks]}
-
-
-def _ideal(block: dict[str, dict]) -> float:
-    """Work per step of the busiest device, the update as it runs alone (in the synchronous block)."""
-    return max(block["loglinear"]["generate"], block["sync"]["train"])
 
 
 def sampler(blocks: int = 3) -> dict:
@@ -185,8 +192,8 @@ def proximal(config: str = "a3po/setup1", scale: str = "cpu", blocks: int = 5) -
 def proximal_cost(experiment: Experiment, blocks: int = 5) -> dict:
     """What the proximal policy costs: a forward pass over a training batch against the interpolation on the same batch.
 
-    paper_tensors: interpolation on 1,024 x 1,024 tokens; `bytes` is what it must move at least (three inputs, one output),
-    copy_gb_per_s what a plain copy of equally large tensors reaches here.
+    cpu_model: medians over blocks, `ratios` of each block and their median. paper_tensors: interpolation on 1,024 x 1,024 tokens; `bytes` is
+    what it must move at least (three inputs, one output), copy_gb_per_s what a plain copy of 64 MB, more than caches hold, reaches here.
     """
     import torch
 
@@ -194,21 +201,27 @@ def proximal_cost(experiment: Experiment, blocks: int = 5) -> dict:
 
     torch.set_num_threads(1)
     batch = _one_batch(experiment)
-    learner = HFLearner(experiment.model.path, experiment.learner, experiment.algorithm, temperature=experiment.sampler.temperature, seed=0)
+    model, temperature = {"path": experiment.model.path, "dtype": experiment.model.dtype}, experiment.sampler.temperature
+    learner = HFLearner(**model, learner=experiment.learner, algorithm=experiment.algorithm, temperature=temperature, seed=0)
     theta = learner.logp(batch)
     pairs = [(_seconds(lambda: learner.logp(batch)), _interpolation(batch.logp_behav, theta, batch.version + 5)) for _ in range(blocks)]
     recompute, interpolate = (statistics.median(p[i] for p in pairs) for i in (0, 1))
+    ratios = [a / b for a, b in pairs]
     rng, shape = np.random.default_rng(0), (1024, 1024)
     large = [-rng.exponential(1.0, shape).astype(np.float32) for _ in range(2)]
     version = rng.integers(0, 9, shape).astype(np.int32)
     seconds = statistics.median(_interpolation(*large, version) for _ in range(blocks))
-    source, target = torch.from_numpy(large[0]), torch.empty(shape)
+    source, target = torch.rand(COPIED // 4), torch.empty(COPIED // 4)
     copy = statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(blocks))
     moved = 16 * shape[0] * shape[1]
+    small = {"recompute_s": recompute, "interpolate_s": interpolate, "ratio": statistics.median(ratios), "ratios": ratios}
     return {
-        "cpu_model": {"recompute_s": recompute, "interpolate_s": interpolate, "ratio": recompute / interpolate, "tokens": int(batch.length.sum())},
-        "paper_tensors": {"interpolate_s": seconds, "bytes": moved, "gb_per_s": moved / seconds / 1e9, "copy_gb_per_s": moved / 2 / copy / 1e9},
+        "config": experiment.name,
+        "scale": experiment.scale,
+        "cpu_model": small | {"tokens": int(batch.length.sum())},
+        "paper_tensors": {"interpolate_s": seconds, "bytes": moved, "gb_per_s": moved / seconds / 1e9, "copy_gb_per_s": 2 * COPIED / copy / 1e9},
         "blocks": blocks,
+        "seeds": [0] * blocks,  # every block times the same batch
     }
 
 
@@ -223,7 +236,8 @@ def _one_batch(experiment: Experiment) -> Batch:
     encode = load_tokenizer(experiment.model.path)[0]
     lengths = {"max_prompt_tokens": sampling.max_prompt_tokens, "max_new_tokens": sampling.max_new_tokens}
     requests = Prompts(tasks.load(experiment.task), encode, seed=0, n=n, **lengths).next(experiment.schedule.batch_size)
-    worker = HFSampler(experiment.model.path, slots=sampling.slots, capacity=sum(lengths.values()))
+    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "temperature": sampling.temperature}
+    worker = HFSampler(**model, slots=sampling.slots, capacity=sum(lengths.values()))
     rollouts, left = Rollouts(n), len(requests)
     rollouts.admit(requests)
     worker.admit(requests)

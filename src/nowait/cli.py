@@ -172,7 +172,7 @@ def list_runs() -> None:
     for result in runs.listing():
         manifest = result.manifest
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["started"]))
-        rows.append([_name(result), manifest["status"], *_progress_made(result), started])
+        rows.append([_name(result), result.status, *_progress_made(result), started])
     _print_aligned(rows)
 
 
@@ -247,7 +247,7 @@ def _description(result: RunResult) -> list[list[str]]:
         ["run", str(result.path)],
         ["what", f"{manifest['name']} at scale {manifest['scale']}, method {manifest['method']}, seed {manifest['seed']}"],
         ["title", manifest["config"]["title"]],
-        ["status", f"{manifest['status']}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
+        ["status", f"{result.status}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
         ["held out", f"reward {reward}"],
         ["code", f"commit {manifest['commit']}, digest {manifest['code']}{_changed(manifest)}"],
         ["versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())],

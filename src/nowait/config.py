@@ -82,7 +82,7 @@ class ScheduleConfig(Model):
     batch_size: Positive = 16  # requests (prompts) per training step
     group_size: Positive = 8  # samples per request
     max_staleness: Annotated[int, Field(ge=0)] = 4  # eta, in training steps; 0 is synchronous
-    max_concurrent: Positive | None = None  # requests in flight at the sampler; None: as many as its slots hold
+    max_concurrent: Positive | None = None  # requests in flight at the sampler; None: twice what its slots hold
     order: Literal["strict", "completion"] = "strict"  # strict: every token has d <= eta
     eval_every: Annotated[int, Field(ge=0)] = 0  # training steps between evaluations; 0: never
     checkpoint_every: Annotated[int, Field(ge=0)] = 0  # training steps between checkpoints; 0: never
@@ -95,6 +95,7 @@ class EvaluationConfig(Model):
     temperature: AboveZero = 1.0
     max_new_tokens: Positive = 96
     benchmarks: dict[str, TaskConfig] = {}  # further held-out sets, evaluated before the first and after the last step
+    benchmark_samples: Positive = 1  # responses per prompt of these
 
 
 class CostConfig(Model):
@@ -122,7 +123,7 @@ class Experiment(Model):
     name: str  # e.g. a3po/setup1
     title: str = ""  # for figures, e.g. "0.15 M Qwen2 on chains of additions"
     scale: str = "paper"
-    method: str = "loglinear"  # a key of METHODS
+    method: str = "loglinear"  # a key of METHODS, or "custom"; `load` makes it fit the settings
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -139,6 +140,7 @@ class Experiment(Model):
         return self
 
 
+ASYNCHRONOUS = {"schedule.kind": "asynchronous"}
 # What each method of the A-3PO comparison changes; everything else is equal by construction.
 METHODS: dict[str, dict[str, object]] = {
     "sync": {"schedule.kind": "synchronous", "schedule.max_staleness": 0, "algorithm.anchor": "behave"},
@@ -148,14 +150,15 @@ METHODS: dict[str, dict[str, object]] = {
         "algorithm.anchor": "behave",
         "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
     },
-    "recompute": {"algorithm.anchor": "recompute"},
-    "loglinear": {"algorithm.anchor": "loglinear", "algorithm.fresh": "behave"},
-    "loglinear_theta": {"algorithm.anchor": "loglinear", "algorithm.fresh": "theta"},
-    "linear": {"algorithm.anchor": "linear"},
-    "behave": {"algorithm.anchor": "behave"},
-    "reuse": {"algorithm.anchor": "reuse", "learner.minibatches": 1},
-    "diagnostic": {"algorithm.anchor": "diagnostic"},
+    "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
+    "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},
+    "loglinear_theta": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear", "algorithm.fresh": "theta"},
+    "linear": {**ASYNCHRONOUS, "algorithm.anchor": "linear"},
+    "behave": {**ASYNCHRONOUS, "algorithm.anchor": "behave"},
+    "reuse": {**ASYNCHRONOUS, "algorithm.anchor": "reuse", "learner.minibatches": 1},
+    "diagnostic": {**ASYNCHRONOUS, "algorithm.anchor": "diagnostic"},
 }
+CUSTOM = "custom"  # label of settings that are none of these
 
 
 def conflicts(x: Experiment) -> list[Problem]:
@@ -165,7 +168,7 @@ def conflicts(x: Experiment) -> list[Problem]:
     full = "the learner scores tokens under the full softmax, so training samples from it"
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
-        (x.method not in METHODS, "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
+        (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
         (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
         (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
         (group < 2, "schedule.group_size", "the group-relative reward of a single sample is always 0", "choose at least 2"),
@@ -173,6 +176,7 @@ def conflicts(x: Experiment) -> list[Problem]:
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
         (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_schedule_rules(x),
     ]
     return [Problem(*rest) for broken, *rest in rules if broken]
@@ -188,11 +192,15 @@ def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
         placed, wanted = sorted(sum(devices, [])) == both, "{a: [sampler], b: [learner]}"
     placement = (not placed, "runtime.placement", f"{kind} training cannot run on {x.runtime.placement}", f"set {wanted}")
     if kind == "asynchronous":
-        return [placement]
+        blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline"
+        overlaps = "inline calls block each other, so nothing would overlap on the wall clock"
+        return [placement, (blocking, "runtime.executor", overlaps, "set process, or another runtime.clock")]
+    forward = kind == "colocated" and anchor in ("recompute", "ppo", "diagnostic")
     interpolated = f"{anchor} interpolates by staleness, which is 0 in {kind} training"
     return [
         (eta > 0, "schedule.max_staleness", f"{kind} training has no stale tokens, so it cannot be {eta}", "set 0, or schedule.kind=asynchronous"),
         (anchor in ("loglinear", "linear"), "algorithm.anchor", interpolated, "take behave (as method sync does), recompute, reuse or ppo"),
+        (forward, "algorithm.anchor", f"colocated training does not shard the forward pass that {anchor} needs", "take behave or reuse"),
         placement,
     ]
 
@@ -260,9 +268,22 @@ def load(
         experiment = Experiment.model_validate(layers.data)
     except ValidationError as error:
         raise ConfigError(map(layers.located, _explain(error, layers.data)), file) from None
-    if problems := list(_task_problems(experiment)):
+    if problems := [*_task_problems(experiment), *_method_problems(experiment, method)]:
         raise ConfigError(map(layers.located, problems), file)
-    return experiment
+    return experiment.model_copy(update={"method": _fitting_method(experiment)})
+
+
+def _method_problems(x: Experiment, method: str | None) -> Iterator[Problem]:
+    """Settings that contradict the method that was asked for."""
+    flat = _flatten(x.model_dump(), whole=("runtime.placement",))
+    for key, value in METHODS.get(method or "", {}).items():
+        if flat[key] != value:
+            yield Problem(key, f"got {flat[key]!r}, but method {method} means {value!r}", "drop it, or ask for another method")
+
+
+def _fitting_method(x: Experiment) -> str:
+    """The label in the settings where they are what it says, else the first method that they are, else custom."""
+    return next((name for name in (x.method, *METHODS) if name in METHODS and not any(_method_problems(x, name))), CUSTOM)
 
 
 REMEDIES = {  # by pydantic's error type
@@ -359,8 +380,9 @@ def diff(a: Experiment, b: Experiment) -> list[tuple[str, Any, Any]]:
     return [(key, flat_a.get(key), flat_b.get(key)) for key in sorted({**flat_a, **flat_b}) if flat_a.get(key) != flat_b.get(key)]
 
 
-def _flatten(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(block: Mapping[str, Any], prefix: str = "", whole: tuple[str, ...] = ()) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in block.items():
-        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+        nested = isinstance(value, dict) and prefix + name not in whole
+        flat.update(_flatten(value, f"{prefix}{name}.", whole) if nested else {prefix + name: value})
     return flat

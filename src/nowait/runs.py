@@ -6,10 +6,12 @@ Reading runs needs no torch.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -35,9 +37,9 @@ from nowait.config import Experiment
 from nowait.runtime.device import event_loop
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
-from nowait.tracking import Tracker, read_metrics
+from nowait.tracking import Tracker, cut_unfinished_line, read_metrics
 
-VERSIONED = ("algorithms", "workers", "schedules", "tasks")  # code that decides a run's results
+VERSIONED = ("algorithms", "workers", "runtime", "schedules", "tasks", "batch.py", "training.py")  # code that decides a run's results
 PACKAGES = ("torch", "transformers", "numpy")
 CHECKPOINTS_KEPT = 2
 
@@ -57,8 +59,14 @@ class RunResult:
         return json.loads((self.path / "manifest.json").read_text())
 
     @property
+    def status(self) -> str:
+        """finished, failed, running, or killed: noted as running and held by no process."""
+        noted = self.manifest["status"] if (self.path / "manifest.json").exists() else "empty"
+        return "killed" if noted == "running" and not _held(self.path) else noted
+
+    @property
     def finished(self) -> bool:
-        return (self.path / "manifest.json").exists() and self.manifest["status"] == "finished"
+        return self.status == "finished"
 
     @functools.cached_property
     def metrics(self) -> pd.DataFrame:
@@ -95,26 +103,48 @@ def root() -> Path:
     return next((p / "runs" for p in (here, *here.parents) if (p / "pyproject.toml").exists()), here / "runs")
 
 
-@functools.cache
 def code_digest() -> str:
-    """SHA-256 (12 digits) of the modules that decide a run's results."""
+    """SHA-256 (12 digits) of the modules that decide a run's results; comments and layout do not count."""
     package = Path(__file__).parent
+    files = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    return _code_digest(tuple((f.relative_to(package).as_posix(), f, f.stat().st_mtime_ns) for f in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
     h = hashlib.sha256()
-    for file in sorted(f for folder in VERSIONED for f in (package / folder).rglob("*.py")):
-        h.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    for name, file, _ in files:
+        h.update(f"{name}\0{ast.dump(ast.parse(file.read_bytes()))}".encode())
     return h.hexdigest()[:12]
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code and the shipped checkpoint it starts from."""
-    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), _asset_digest(experiment.model.path)], sort_keys=True)
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
+    tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
+    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
+    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _asset_digest(model: str) -> str:
-    """SHA-256 of a shipped policy's weights, from its manifest; empty for other models."""
-    manifest = Path(__file__).parent / "data" / model.removeprefix("asset:") / "manifest.json"
-    return json.loads(manifest.read_text())["sha256"] if model.startswith("asset:") and manifest.exists() else ""
+def _model_digest(path: str) -> str:
+    """SHA-256 of the weights: from the manifest of a shipped policy, of the files in a folder; empty for a hub name."""
+    if path.startswith("asset:"):
+        manifest = Path(__file__).parent / "data" / path.removeprefix("asset:") / "manifest.json"
+        return json.loads(manifest.read_text())["sha256"] if manifest.exists() else ""
+    return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
+
+
+def _task_digest(name: str) -> str:
+    """SHA-256 of the module behind `module:function`; empty for a built-in task."""
+    module = name.partition(":")[0] if ":" in name else ""
+    spec = importlib.util.find_spec(module) if module else None
+    return _file_digest(Path(spec.origin), Path(spec.origin).stat().st_mtime_ns) if spec and spec.origin else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _file_digest(file: Path, changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def folder(experiment: Experiment, seed: int) -> Path:
@@ -137,10 +167,12 @@ def steps(experiment: Experiment, seed: int, *, timeline: Timeline | None = None
     from nowait.training import make_clock, stream
 
     clock, timeline = make_clock(experiment), timeline or Timeline()
-    records: queue.Queue = queue.Queue(maxsize=1)
-    stop = threading.Event()
+    # virtual time waits for the reader, so that stepping through it costs nothing; real time must not
+    records: queue.Queue = queue.Queue(maxsize=1 if clock.virtual else 0)
+    stop, running = threading.Event(), []
 
     async def drive() -> None:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
         with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
             trained = stream(experiment, seed, clock, timeline, state=state, snapshots=Path(snapshots), policy=policy)
             async with aclosing(trained):
@@ -166,7 +198,11 @@ def steps(experiment: Experiment, seed: int, *, timeline: Timeline | None = None
             yield record
     finally:
         stop.set()
-        while thread.is_alive():  # let a step that waits to be handed over end
+        if not clock.virtual and running and thread.is_alive():
+            loop, task = running[0]
+            with _ignored(RuntimeError):  # the loop has just closed
+                loop.call_soon_threadsafe(task.cancel)
+        while thread.is_alive():  # let a record that waits to be handed over go
             with _ignored(queue.Empty):
                 records.get(timeout=0.1)
         thread.join()
@@ -204,19 +240,20 @@ def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb
 
 
 def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool) -> None:
-    manifest = _manifest(experiment, seed)
+    before = RunResult(path).manifest if (path / "manifest.json").exists() else {}
+    manifest = _manifest(experiment, seed, before.get("started", time.time()))
     _write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
     timeline, written, ok = Timeline(), 0, False
-    if not state:
-        (path / "timeline.jsonl").unlink(missing_ok=True)
+    _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
+    _trim(path / "evaluations.jsonl")
     try:
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
             tracker.log(record.step, record.metrics)
             for name, rewards in record.rewards.items():
-                line = {"step": record.step, "set": name, "rewards": np.nanmean(rewards, axis=1).round(6).tolist()}
-                _append(path / "evaluations.jsonl", json.dumps(line) + "\n")
+                means = [round(float(np.nanmean(row)), 6) if np.isfinite(row).any() else None for row in rewards]
+                _append(path / "evaluations.jsonl", json.dumps({"step": record.step, "set": name, "rewards": means}) + "\n")
             written = timeline.append_to(path / "timeline.jsonl", written)
             if record.state is not None and record.step < experiment.schedule.steps:
                 checkpoint.save(path / "checkpoint", record.step, record.state)
@@ -242,7 +279,9 @@ def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -
         _write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
-    advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay; run the same command again to continue"
+    saved = checkpoint.latest(path / "checkpoint") if (path / "checkpoint").exists() else None
+    again = f"continues after step {saved[0]}" if saved else "starts at step 0 again, for want of a checkpoint (schedule.checkpoint_every)"
+    advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay. Run the same command again: it {again}"
     raise RunFailed(f"run {experiment.name} ({experiment.method}) stopped after step {done}: {cause}\n{advice}") from error
 
 
@@ -252,7 +291,7 @@ def _recorded(path: Path) -> int:
     return 0
 
 
-def _manifest(experiment: Experiment, seed: int) -> dict:
+def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
     return {
         "name": experiment.name,
         "method": experiment.method,
@@ -264,7 +303,7 @@ def _manifest(experiment: Experiment, seed: int) -> dict:
         "config": experiment.model_dump(mode="json"),
         "versions": {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}},
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "threads": experiment.runtime.threads},
-        "started": time.time(),
+        "started": started,
         "status": "running",
     }
 
@@ -289,9 +328,32 @@ def _write(path: Path, content: dict) -> None:
     temporary.replace(path)
 
 
+def _trim(path: Path, before: int | None = None) -> None:
+    """Cut an unfinished last line, and the spans of steps from `before` on, which will be run again."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        cut_unfinished_line(file)
+    if before is not None:
+        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < before]
+        path.write_text("".join(kept))
+
+
 def _append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
+
+
+def _held(path: Path) -> bool:
+    """Whether a process works in a run folder."""
+    try:
+        with (path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 @contextmanager
@@ -307,27 +369,23 @@ def _claimed(path: Path):
         yield
 
 
-def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None = None, use_wandb: bool = True, progress: bool = True) -> dict[str, list[RunResult]]:
-    """Results per method, one per seed, training what is not finished yet in `jobs` processes (default: what the cores hold).
+def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None = None, use_wandb: bool = True, progress: bool = True) -> None:
+    """Train every experiment with every seed that is not finished yet, in `jobs` processes (default: what the cores hold).
 
     The first failure stops the sweep with that run's error; finished runs stay.
     """
-    wanted = [(e, seed) for e in experiments for seed in seeds]
-    missing = [(e, seed) for e, seed in wanted if find(e, seed) is None]
+    missing = [(e, seed) for e in experiments for seed in seeds if find(e, seed) is None]
     if missing:
         width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
         _train_all(missing, jobs or max(1, (os.cpu_count() or 1) // width), use_wandb, progress)
-    results: dict[str, list[RunResult]] = {}
-    for e, seed in wanted:
-        results.setdefault(e.method, []).append(RunResult(folder(e, seed)))
-    return results
 
 
 def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool, progress: bool) -> None:
     from tqdm.auto import tqdm
 
-    os.environ["OMP_NUM_THREADS"] = str(max(e.runtime.threads for e, _ in missing))  # inherited by the workers
-    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"))
+    threads = str(max(e.runtime.threads for e, _ in missing))
+    setting = {"initializer": os.environ.__setitem__, "initargs": ("OMP_NUM_THREADS", threads)}  # before torch is imported there
+    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), **setting)
     futures = {pool.submit(_run_in_worker, e, seed, use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:
@@ -342,7 +400,7 @@ def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool
                     future.result()
                 except BrokenProcessPool as error:
                     what = f"the process training {experiment.name} ({experiment.method}, seed {seed}) or one beside it was killed (out of memory?)"
-                    raise RunFailed(f"{what}. Finished runs and recorded steps stay; run the same command again to continue") from error
+                    raise RunFailed(f"{what}. Finished runs and recorded steps stay; run the same command again") from error
     finally:
         bar.close()
         for process in list((pool._processes or {}).values()):

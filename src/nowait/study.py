@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from multiprocessing import get_context
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -25,7 +25,7 @@ from nowait import bench, runs
 from nowait.analysis import figures, report, tables
 from nowait.config import METHODS, Experiment, digest, load
 from nowait.config_files import ConfigError, Problem
-from nowait.reproduce import A3PO_METHODS, figures_dir
+from nowait.reproduce import A3PO_METHODS, EXPERIMENTS, figures_dir
 from nowait.runs import RunResult
 from nowait.tracking import Tracker
 
@@ -119,8 +119,8 @@ def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: 
     if not path.is_file():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             result = pool.submit(getattr(bench, kind), subject, **options).result()
-        configs = {f"bench/{_setup(e.name)}/{method}": digest(e) for method, e in several.items()}
-        record = {"seeds": list(range(options["blocks"])), "code": [runs.code_digest()], "config": configs}
+        configs = {f"bench/{tables.setup(e.name)}/{method}": digest(e) for method, e in several.items()}
+        record = {"seeds": result["seeds"], "code": [runs.code_digest()], "config": configs}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_text(json.dumps(result | {"provenance": record}, indent=1))
         path.with_suffix(".tmp").replace(path)
@@ -139,9 +139,9 @@ def settings(plan: Plan) -> pd.DataFrame:
 
 def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> pd.DataFrame:
     """Mean d of the trained tokens, and the share of each d, by setup and method, over all seeds (blocks) and steps."""
-    counts = {(_setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}
+    counts = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}
     for method, each in (item for result in several for item in result.items()):
-        counts[_setup(each[0].manifest["name"]), method] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
+        counts[tables.setup(each[0].manifest["name"]), method] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
     shares = {
         key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
         for key, c in counts.items()
@@ -149,10 +149,8 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
     return pd.DataFrame(shares).T.fillna(0.0).round(3)
 
 
-def verdicts(plan: Plan, frames: dict[str, pd.DataFrame]) -> Markdown:
+def verdicts(frames: dict[str, pd.DataFrame]) -> Markdown:
     """The shape targets that were fixed before the runs, judged by the frames {name of the figure: its data}."""
-    if plan.scale == "smoke":
-        return Markdown("No verdict: at scale smoke the numbers mean nothing.")
     judged = [row for row in report.shapes("a3po", frames) if row[2] != "not run"]
     return Markdown("\n".join(f"- **{verdict}**, {setup}: {target}. {numbers}." for target, setup, verdict, numbers in judged))
 
@@ -160,8 +158,8 @@ def verdicts(plan: Plan, frames: dict[str, pd.DataFrame]) -> Markdown:
 def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> Picture | Markdown:
     """Draw the figure or table `name` of nowait.analysis, save it with its CSV and provenance, mirror both to wandb, and return it for display.
 
-    What was made with knobs, overrides or at scale smoke lands under the folder of runs, unless NOWAIT_FIGURES names another: `figures/`
-    holds the reproduction.
+    It lands in $NOWAIT_FIGURES, which `nowait reproduce` sets; otherwise in figures/, which holds the reproduction, or under the folder of
+    runs where it is something else, see `_own`.
     """
     origins = [tables.provenance(several), *(b["provenance"] for b in benches)]
     record = {
@@ -169,13 +167,20 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         "code": sorted({code for origin in origins for code in origin["code"]}),
         "config": {name: value for origin in origins for name, value in origin["config"].items()},
     }
-    own = (plan.scale == "smoke" or plan.overrides or any(value is not None for value in plan.knobs.values())) and "NOWAIT_FIGURES" not in os.environ
+    own = "NOWAIT_FIGURES" not in os.environ and _own(plan, figures.records(figures_dir()).get(name, {}), record)
     content = {**figures.PLOTS, **tables.TABLES}[name](frame)
     path = figures.save(content, name, frame, record, runs.root() / "figures-own" if own else figures_dir())
     if os.environ.get("WANDB_MODE") != "disabled":
         _mirror(plan, name, frame, path)
     print(f"{path}, data in {path.with_suffix('.csv').name}; seeds {record['seeds']}, code {', '.join(record['code'])}")
     return Markdown(content) if isinstance(content, str) else Picture(path)
+
+
+def _own(plan: Plan, kept: dict, record: dict) -> bool:
+    """Whether a figure must not replace the one in figures/: made with other settings than those by default, or with fewer seeds."""
+    changed = plan.scale != "cpu" or plan.overrides or any(value is not None for value in plan.knobs.values())
+    other = not set(plan.configs) <= set().union(*EXPERIMENTS.values())
+    return bool(changed or other or (kept and (len(record["seeds"]) < len(kept["seeds"]) or record["config"] != kept["config"])))
 
 
 def _mirror(plan: Plan, name: str, frame: pd.DataFrame, path: Path) -> None:
@@ -197,7 +202,3 @@ def _applies(key: str, method: str) -> bool:
     if key == "algorithm.fresh":
         return METHODS[method]["algorithm.anchor"] in ("loglinear", "linear")
     return key not in METHODS[method]
-
-
-def _setup(config: str) -> str:
-    return PurePosixPath(config).stem

@@ -15,7 +15,7 @@ import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -66,8 +66,8 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "rollout/len_mean": ("response tokens, mean over sequences", "completions/mean_length", "response_length/mean", "seq_len/avg (with the prompt)"),
     "rollout/len_max": ("response tokens, most of a sequence", "completions/max_length", "response_length/max", "-"),
     "rollout/truncated_frac": ("truncated sequences over sequences", "completions/clipped_ratio", "response_length/clip_ratio", "no_eos_ratios/avg"),
-    "rollout/eos_frac": ("sequences that ended with EOS over sequences", "-", "-", "-"),
     "rollout/grader_failed_frac": ("sequences left out because a grader failed over sequences", "-", "-", "-"),
+    "rollout/reprefill_tokens": ("tokens in flight prefilled again under new weights, sum", "-", "-", "-"),
     "rollout/buffered_tokens": ("tokens generated and not yet trained, sum", "-", "-", "-"),
     "rollout/requests": ("ids of the requests trained (metrics.jsonl only)", "-", "-", "-"),
     "time/step": ("seconds of the step on the run's clock", "step_time", "timing_s/step", "-"),
@@ -79,11 +79,23 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "time/reward": ("seconds of scoring", "-", "timing_s/reward", "-"),
     "time/idle_gen": ("seconds without work, mean over sampler devices", "-", "rollouter/idle_ratio (a share)", "-"),
     "time/idle_train": ("seconds without work, mean over learner devices", "-", "trainer/idle_ratio (a share)", "-"),
+    "perf/occupancy": ("generated tokens over decode steps times slots", "-", "-", "-"),
     "perf/busy_frac": ("busy time over step time, mean over roles", "-", "-", "-"),
     "eval/reward": ("held-out reward, mean over prompts of the mean over samples; other sets: eval/SET/reward", "eval_reward", "val-core/*", "-"),
     "eval/se": ("its standard error over prompts", "-", "-", "-"),
     "eval/len_mean": ("held-out response tokens, mean over sequences", "-", "-", "-"),
 }
+
+
+def cut_unfinished_line(file: BinaryIO) -> None:
+    """Drop what a killed process left of the last line of a file of JSON lines; a whole record that only lacks its newline gets it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    complete, newline, rest = file.read(size).rpartition(b"\n")
+    if rest and _is_json(rest):
+        file.write(b"\n")
+    elif rest:
+        file.truncate(len(complete + newline))
 
 
 class Tracker:
@@ -100,7 +112,7 @@ class Tracker:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b", buffering=0)
-            self._cut_unfinished_line()
+            cut_unfinished_line(self._file)
         except OSError as error:
             raise cannot_write(self.path.name, folder, error) from error
         self._wandb = self._run = None
@@ -137,15 +149,6 @@ class Tracker:
         if self._run:
             self._mirror(lambda: self._run.finish(exit_code=int(failed)))
             self._run = None
-
-    def _cut_unfinished_line(self) -> None:
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(0)
-        complete, newline, rest = self._file.read(size).rpartition(b"\n")
-        if rest and _is_json(rest):
-            self._file.write(b"\n")
-        elif rest:
-            self._file.truncate(len(complete + newline))
 
     def _checked(self, key: str, value: Any, metrics: dict[str, Any]) -> Any:
         """The value in Python's own types, None for a legitimate NaN."""

@@ -25,9 +25,8 @@ SAMPLER, LEARNER = "nowait.workers.sampler:HFSampler", "nowait.workers.learner:H
 
 def make_clock(experiment: Experiment):
     """The clock that the experiment names."""
-    if experiment.runtime.clock == "model":
-        return ModelClock(LinearCosts(experiment.runtime.costs))
-    return WallClock() if experiment.runtime.clock == "wall" else MeasuredClock()
+    clocks = {"model": lambda: ModelClock(LinearCosts(experiment.runtime.costs)), "wall": WallClock, "measured": MeasuredClock}
+    return clocks[experiment.runtime.clock]()
 
 
 async def stream(experiment: Experiment, seed: int, clock, timeline: Timeline, *, state: dict | None = None, snapshots: Path | None = None, policy: Path | None = None) -> AsyncIterator[StepRecord]:  # fmt: skip
@@ -86,6 +85,7 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         timeline=timeline,
         devices=roles | {"scorer": ["driver"]},
         weights=Weights(0, None),
+        slots=sampling.slots,
     )
     if plan.eval_every:
         await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], driver, model, encode, decode)
@@ -99,9 +99,9 @@ async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, 
     await device.place("evaluator", SAMPLER, **model, slots=plan.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
     crew.evaluator = partial(device.run, "evaluator")
     for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
-        held_out = tasks.load(config)
-        await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=plan.samples)
-        requests = evaluation_requests(held_out, encode, plan.prompts, plan.samples, longest_prompt, plan.max_new_tokens)
+        held_out, samples = tasks.load(config), plan.samples if name == "eval" else plan.benchmark_samples
+        await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=samples)
+        requests = evaluation_requests(held_out, encode, plan.prompts, samples, longest_prompt, plan.max_new_tokens)
         crew.evaluations[name] = requests, partial(driver.run, f"{name} scorer")
 
 
@@ -117,17 +117,17 @@ async def _restore(crew: Crew, state: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """encode(text) -> ids, decode(ids) -> text without special tokens, and the tokenizer itself."""
+    """encode(text) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself."""
     from transformers import AutoTokenizer
 
-    from nowait.workers.models import resolve
+    from nowait.workers.models import model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve(path))
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
+        return tokenizer.decode(ids)
 
     return encode, decode, tokenizer

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 PADDING_VERSION = -1
-FRESH_ALPHA = {"behave": 1.0, "theta": 0.0}
 
 
 def staleness(current_version: int, versions: Tensor) -> Tensor:
@@ -25,23 +24,23 @@ def staleness(current_version: int, versions: Tensor) -> Tensor:
 
     `versions` is an integer tensor of any shape. Raises ValueError where a token carries a version that does not exist yet, or one below -1.
     """
-    invalid = (versions > current_version) | (versions < PADDING_VERSION)
-    if invalid.any():
-        found = versions[invalid].unique().tolist()
+    if versions.numel() and (versions.max() > current_version or versions.min() < PADDING_VERSION):
+        found = versions[(versions > current_version) | (versions < PADDING_VERSION)].unique().tolist()
         raise ValueError(
             f"token versions {found[:8]} do not lie in [{PADDING_VERSION}, {current_version}], the learner's version: "
             "tag each token with the version whose weights sampled it, and pass the learner's version from before the update"
         )
-    return torch.where(versions == PADDING_VERSION, 0, current_version - versions)
+    return (current_version - versions).masked_fill_(versions == PADDING_VERSION, 0)
 
 
 def alpha(d: Tensor, fresh: Literal["behave", "theta"] = "behave") -> Tensor:
     """Weight of log pi_behav in the anchor, per token: 1/d for d >= 1, and for d = 0 what `fresh` says (1 anchors on behav, 0 on theta)."""
-    if fresh not in FRESH_ALPHA:
-        raise ValueError(f"fresh={fresh!r}: choose one of {sorted(FRESH_ALPHA)}")
-    if (d < 0).any():
+    if fresh not in ("behave", "theta"):
+        raise ValueError(f"fresh={fresh!r}: choose behave or theta")
+    if d.numel() and d.min() < 0:
         raise ValueError(f"staleness is negative (lowest {d.min().item()}): compute it with staleness(current_version, versions)")
-    return torch.where(d >= 1, 1 / d.clamp(min=1), FRESH_ALPHA[fresh])
+    a = d.clamp(min=1).reciprocal()  # which is 1 at d = 0
+    return a if fresh == "behave" else a.masked_fill_(d == 0, 0.0)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from matplotlib.ticker import LogFormatter
 from PIL import Image
 
 from nowait import published
-from nowait.analysis.statistics import bootstrap_interval, mean
+from nowait.analysis.statistics import bootstrap_interval
 from nowait.analysis.tables import TABLES
 
 BAND_SEEDS = 5  # from this many seeds on an interval is drawn instead of the single seeds
@@ -118,7 +118,7 @@ def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
 
 @_styled
 def proximal_seconds(frame: pd.DataFrame) -> Figure:
-    """Seconds to obtain log pi_prox: forward pass against interpolation (columns tensors, method, seconds, blocks, clock)."""
+    """Seconds to obtain log pi_prox: forward pass against interpolation (columns as of `tables.proximal_seconds`)."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     facts, place = published.load("a3po")["figures"]["proximal_seconds"], {}
@@ -129,7 +129,8 @@ def proximal_seconds(frame: pd.DataFrame) -> Figure:
     _dots(left, place)
     left.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
     _dots(right, {f"{row.method},\n{row.tensors}": (row.method, row.seconds, None) for row in frame.itertuples()})
-    right.set_title(f"measured, seconds per batch\nn = {frame['blocks'].iloc[0]}, clock = {frame['clock'].iloc[0]}")
+    scale, blocks, clock = frame[["scale", "blocks", "clock"]].iloc[0]
+    right.set_title(f"measured, {scale} scale, seconds per batch\nn = {blocks}, clock = {clock}")
     return figure
 
 
@@ -158,9 +159,9 @@ def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict
     folder.mkdir(parents=True, exist_ok=True)
     data = frame.to_csv(index=False, lineterminator="\n").encode()
     (folder / f"{name}.csv").write_bytes(data)
-    records = _records(folder)
-    records[name] = record = {**provenance, "data": hashlib.sha256(data).hexdigest()}
-    (folder / "provenance.json").write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    known = records(folder)
+    known[name] = record = {**provenance, "data": hashlib.sha256(data).hexdigest()}
+    (folder / "provenance.json").write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return _write(content, folder / name, json.dumps(record, sort_keys=True))
 
 
@@ -172,10 +173,16 @@ def read_provenance(png: str | Path) -> dict:
         return json.loads(image.info["provenance"])
 
 
+def records(folder: Path) -> dict[str, dict]:
+    """What provenance.json says about every figure in a folder; empty where nothing was saved."""
+    file = folder / "provenance.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
 def redraw(csv: str | Path) -> Path:
     """Draw the figure or table of a saved CSV again, without training: the same bytes as `save` wrote."""
     csv = Path(csv)
-    record = dict(_records(csv.parent).get(csv.stem, {}))
+    record = records(csv.parent).get(csv.stem, {})
     if hashlib.sha256(csv.read_bytes()).hexdigest() != record.pop("data", None):
         raise ValueError(f"{csv} is not the data that provenance.json beside it names; rerun the notebook that makes it")
     frame = pd.read_csv(csv)
@@ -252,7 +259,7 @@ def _measured(ax, frame: pd.DataFrame, x: str, column: str, binned: str | None =
 def _runs(ax, x: np.ndarray, values: np.ndarray, method: str) -> None:
     """Values [seeds, points]: their mean, over single seeds as thin lines or, from five on, a band."""
     if len(values) > 1:
-        line = _line(ax, x, mean(values), method, markevery=max(1, len(x) // 10))
+        line = _line(ax, x, values.mean(0), method, markevery=max(1, len(x) // 10))
     if len(values) >= BAND_SEEDS:
         ax.fill_between(x, *band(values), color=line.get_color(), alpha=0.2, linewidth=0)
         return
@@ -312,11 +319,6 @@ def _name(setup: str) -> str:
 def _seeds(frame: pd.DataFrame) -> str:
     counts = frame.groupby("method")["seed"].nunique()
     return f"n = {counts.min()}" if counts.min() == counts.max() else f"n = {counts.min()} to {counts.max()}"
-
-
-def _records(folder: Path) -> dict:
-    file = folder / "provenance.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 @_styled

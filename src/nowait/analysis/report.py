@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.statistics import bin_means
+from nowait.analysis.statistics import standard_error
 from nowait.analysis.tables import REFERENCE, markdown
 from nowait.published import Entry
 
 METHODS = ("sync", "recompute", "loglinear")
+OTHERS = ["sync", "recompute"]
 CURVES = {  # published figure: CSV and column of its measured counterpart
     "eval_reward": ("a3po_eval_reward_steps", "eval/reward"),
     "train_reward": ("a3po_train_reward_steps", "rollout/reward_mean"),
@@ -29,9 +30,12 @@ CURVES = {  # published figure: CSV and column of its measured counterpart
 INTRODUCTION = """# Published, simulated, measured
 
 Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated* (the paper's hardware) is not part of this version.
-*Measured* is the cpu scale: tiny models, real training, judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`).
-n counts seeds, or blocks of a bench for times; published steps are matched by the fraction of the run.
-Verdicts: pass, fail, not judged (the reason says why), not run (no data in this folder), not attempted.
+*Measured* here: {scale}. It is judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`). n counts seeds, or
+blocks of a bench for times; published steps are matched by the fraction of the run. ± is one standard error over seeds or blocks, for rewards
+over prompts as well, and over prompts only where n = 1.
+Verdicts: pass and fail, where the value lies inside or outside what was asked by more than two standard errors; not resolved, where it does not
+or has no standard error (one seed, one block); not judged (the reason says why); not run (no data in this folder); not attempted. "Sign only"
+asks for the side of recompute, "range only" for a wide range: neither asks for the published size.
 """
 
 
@@ -39,6 +43,7 @@ class Measured(NamedTuple):
     value: float
     n: int
     se: float = float("nan")
+    difference_se: float = float("nan")  # of the difference from recompute, paired
 
     def __str__(self) -> str:
         return f"{self.value:.4g}" + (f" ± {self.se:.2g}" if np.isfinite(self.se) else "")
@@ -55,18 +60,28 @@ def report(folder: str | Path = "figures") -> str:
     """Write report.md into `folder` from the CSV files there, whichever exist; returns its text."""
     folder = Path(folder)
     frames = {csv.stem: pd.read_csv(csv) for csv in sorted(folder.glob("*.csv"))}
-    values = {**_table_values(frames), **_curve_values(frames)}
-    text = INTRODUCTION + "".join(_paper(paper, frames, values) for paper in published.PAPERS)
+    values, reason = {**_table_values(frames), **_curve_values(frames)}, withheld(frames)
+    text = INTRODUCTION.format(scale=f"scale {', '.join(_scales(frames))}" if frames else "nothing yet")
+    text += "".join(_paper(paper, frames, judge(paper, values, reason)) for paper in published.PAPERS)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(text, encoding="utf-8")
     return text
 
 
-def judge(paper: str, values: dict[str, Measured]) -> list[Row]:
-    """One row per published number of a paper; `values` holds what was measured, by entry id."""
+def withheld(frames: dict[str, pd.DataFrame]) -> str:
+    """Why nothing that was measured is judged: scale smoke, or figures of several scales in one folder. Empty where verdicts can be given."""
+    scales = _scales(frames)
+    if len(scales) > 1:
+        return f"figures of several scales ({', '.join(scales)}): make them anew at one"
+    return "at scale smoke the numbers mean nothing" if scales == ["smoke"] else ""
+
+
+def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row]:
+    """One row per published number of a paper; `values` holds what was measured, by entry id. With a reason `withheld` there is no verdict."""
     entries, rules = published.entries(paper), published.targets()[paper]["entries"]
     numbers = {entry.id: entry.value for entry in entries}
-    return [_judge(entry, next(rule for rule in rules if fnmatchcase(entry.id, rule["match"])), numbers, values) for entry in entries]
+    chosen = [next(rule for rule in rules if fnmatchcase(entry.id, rule["match"])) for entry in entries]
+    return [_judge(entry, rule, numbers, values, reason) for entry, rule in zip(entries, chosen, strict=True)]
 
 
 def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
@@ -77,91 +92,110 @@ def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, s
             yield target, setup, *_shape(frames, setup, rule)
 
 
-def _judge(entry: Entry, rule: dict, numbers: dict[str, float], values: dict[str, Measured]) -> Row:
+def _judge(entry: Entry, rule: dict, numbers: dict[str, float], values: dict[str, Measured], unjudged: str) -> Row:
     measured = values.get(entry.id)
     if "judge" not in rule:
         return Row(entry, measured, rule.get("verdict", "not judged"), rule["reason"])
-    if measured is None:
-        return Row(entry, None, "not run", "")
-    passed, reason = RULES[rule["judge"]](rule, entry, measured.value, numbers, values)
-    verdict = "not judged" if passed is None else "pass" if passed else "fail"
-    return Row(entry, measured, verdict, f"{reason}; {rule['differs']}" if verdict == "fail" and "differs" in rule else reason)
+    if measured is None or unjudged:
+        return Row(entry, measured, "not judged" if measured else "not run", unjudged if measured else "")
+    slack, se, reason = RULES[rule["judge"]](rule, entry, measured, numbers, values)
+    verdict = "not judged" if slack is None else _decided(slack, se)
+    reason = f"{reason}; {rule['differs']}" if verdict == "fail" and "differs" in rule else reason
+    return Row(entry, measured, verdict + (LIMITED.get(rule["judge"], "") if verdict in ("pass", "fail") else ""), reason)
+
+
+def _decided(slack: float, se: float) -> str:
+    """By how much a value lies inside what was asked (outside: negative), against two of its standard errors."""
+    resolved = abs(slack) > 2 * se  # false where there is no standard error
+    return ("pass" if slack > 0 else "fail") if resolved else "not resolved"
 
 
 def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str, str]:
     if "judge" not in rule:
         return rule["verdict"], rule["reason"]
     try:
-        passed, numbers = SHAPES[rule["judge"]](frames, setup, rule)
+        conditions, numbers = SHAPES[rule["judge"]](frames, setup, rule)
     except LookupError as missing:
         return "not run", str(missing.args[0])
-    return "pass" if passed else "fail", f"{numbers} ({rule['note']})" if "note" in rule else numbers
+    if reason := withheld(frames):
+        return "not judged", f"{reason}; {numbers}"
+    decided = [_decided(*condition) for condition in conditions]
+    verdict = next((verdict for verdict in ("fail", "not resolved") if verdict in decided), "pass")
+    return verdict, f"{numbers} ({rule['note']})" if "note" in rule else numbers
 
 
-def _ratio(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
-    return abs(value / entry.value - 1) <= rule["tolerance"], f"{value / entry.value - 1:+.0%}, tolerance {rule['tolerance']:.0%}"
+def _ratio(rule: dict, entry: Entry, found: Measured, *_) -> tuple[float, float, str]:
+    gap = found.value / entry.value - 1
+    return rule["tolerance"] - abs(gap), found.se / entry.value, f"{gap:+.0%}, tolerance {rule['tolerance']:.0%}"
 
 
-def _range(rule: dict, entry: Entry, value: float, *_) -> tuple[bool, str]:
+def _range(rule: dict, entry: Entry, found: Measured, *_) -> tuple[float, float, str]:
     low, high = rule["range"]
-    return low <= value <= high, f"asked: {low} to {high}"
+    return min(found.value - low, high - found.value), found.se, f"asked: {low} to {high}"
 
 
-def _against_reference(rule: dict, entry: Entry, value: float, numbers: dict, values: dict) -> tuple[bool | None, str]:
+def _against_reference(rule: dict, entry: Entry, found: Measured, numbers: dict, values: dict) -> tuple[float | None, float, str]:
     """Gap to recompute, judged by its size ("difference": margin) or its direction ("side": resolution)."""
     reference = ".".join(REFERENCE if part in METHODS else part for part in entry.id.split("."))
     if reference == entry.id or reference not in values:
-        return None, f"{REFERENCE} is what the others are compared with"
-    expected, found = entry.value - numbers[reference], value - values[reference].value
+        return None, np.nan, f"{REFERENCE} is what the others are compared with"
+    expected, gap, se = entry.value - numbers[reference], found.value - values[reference].value, found.difference_se
     if rule["judge"] == "difference":
-        return abs(found - expected) <= rule["margin"], f"minus {REFERENCE}: {found:+.3f}, published {expected:+.3f}, margin {rule['margin']}"
+        text = f"minus {REFERENCE}: {gap:+.3f} ± {se:.2g}, published {expected:+.3f}, margin {rule['margin']}"
+        return rule["margin"] - abs(gap - expected), se, text
     if abs(expected) < rule["resolution"] * numbers[reference]:
-        return None, f"published gap to {REFERENCE} under {rule['resolution']:.0%}"
-    return found * expected > 0, f"published {'above' if expected > 0 else 'below'} {REFERENCE}; measured minus {REFERENCE}: {found:+.3g}"
+        return None, np.nan, f"published gap to {REFERENCE} under {rule['resolution']:.0%}"
+    text = f"published {'above' if expected > 0 else 'below'} {REFERENCE}; measured minus {REFERENCE}: {gap:+.3g} ± {se:.2g}"
+    return gap * np.sign(expected), se, text
 
 
 RULES = {"ratio": _ratio, "range": _range, "difference": _against_reference, "side": _against_reference}
+LIMITED = {"range": " (range only)", "side": " (sign only)"}
 
 
-def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
+# Each shape returns its conditions, every one a slack and its standard error, and the numbers behind them.
+
+
+def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = _rows(frames, "a3po_training_time", setup).set_index("method")
     sync, recompute, loglinear = (_at(rows["seconds_per_step"], method) for method in METHODS)
-    share, (low, high) = (recompute - loglinear) / rows["forward_s"].iloc[0], rule["share_of_forward"]
+    forward, (low, high) = rows["forward_s"].iloc[0], rule["share_of_forward"]
+    share = (recompute - loglinear) / forward
+    conditions = [(min(share - low, high - share), rows["difference_se"]["loglinear"] / forward)]
+    conditions += [(rows["speedup_over_sync"][method] - 1, rows["speedup_over_sync_se"][method]) for method in METHODS[1:]]
     numbers = f"s per step: loglinear {loglinear:.3g}, recompute {recompute:.3g}, sync {sync:.3g}"
-    gap = f"loglinear under recompute by {share:.0%} of the forward pass (asked: {low:.0%} to {high:.0%})"
-    return low <= share <= high and max(loglinear, recompute) < sync, f"{numbers}; {gap}"
+    return conditions, f"{numbers}; loglinear under recompute by {share:.0%} of the forward pass (asked: {low:.0%} to {high:.0%})"
 
 
-def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
+def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     frame = _rows(frames, "a3po_clipped_tokens", setup)
-    settled, settling = ({m: _window(frame, "train/clip_frac", m, rule[name]) for m in METHODS} for name in ("settled", "settling"))
-    passed = settled["loglinear"] < rule["under"] * min(settled["recompute"], settled["sync"])
+    settled, settling = (_windows(frame, "train/clip_frac", rule[name]) for name in ("settled", "settling"))
+    conditions = [_over_seeds(rule["under"] * settled[OTHERS].min(axis=1) - settled["loglinear"])]
     if setup in rule["settling_setups"]:
-        passed &= settling["loglinear"] > max(settling["recompute"], settling["sync"])
-    return passed, f"clipped fraction settled: {_listed(settled)} (asked: under {rule['under']} of either); settling: {_listed(settling)}"
+        conditions.append(_above_others(settling))
+    return conditions, f"clipped fraction settled: {_listed(settled)} (asked: under {rule['under']} of either); settling: {_listed(settling)}"
 
 
-def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
+def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     largest, low = _rows(frames, "a3po_importance_weight_max", setup), _rows(frames, "a3po_importance_weight_min", setup)
-    peak, median = ({m: _window(largest, "train/ratio_max", m, rule["settled"], how) for m in METHODS} for how in (np.max, np.median))
-    late = {m: _window(low, "train/ratio_min", m, rule["late"]) for m in METHODS}
+    peak, median = (_windows(largest, "train/ratio_max", rule["settled"], how) for how in ("max", "median"))
+    late = _windows(low, "train/ratio_min", rule["late"])
     spiky, flat = peak["recompute"] / peak["loglinear"], peak["loglinear"] / median["loglinear"]
-    passed = spiky >= rule["spiky"] and flat <= rule["flat"] and late["loglinear"] > max(late["recompute"], late["sync"])
-    asked = f"recompute over loglinear {spiky:.3g} (asked: {rule['spiky']}), loglinear over its median {flat:.3g} (asked: {rule['flat']} at most)"
-    return passed, f"largest r: {_listed(peak)}; {asked}; smallest r late: {_listed(late)}"
+    asked = f"recompute over loglinear {spiky.mean():.3g} (asked: {rule['spiky']})"
+    asked += f", loglinear over its median {flat.mean():.3g} (asked: {rule['flat']} at most)"
+    conditions = [_over_seeds(spiky - rule["spiky"]), _over_seeds(rule["flat"] - flat), _above_others(late)]
+    return conditions, f"largest r: {_listed(peak)}; {asked}; smallest r late: {_listed(late)}"
 
 
-def _shape_entropy(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
-    frame = _rows(frames, "a3po_entropy", setup)
-    late = {m: _window(frame, "train/entropy", m, rule["late"]) for m in METHODS}
-    return late["loglinear"] > max(late["recompute"], late["sync"]), f"nats late: {_listed(late)}"
+def _shape_entropy(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+    late = _windows(_rows(frames, "a3po_entropy", setup), "train/entropy", rule["late"])
+    return [_above_others(late)], f"nats late: {_listed(late)}"
 
 
-def _shape_final(frames: dict, setup: str, rule: dict) -> tuple[bool, str]:
+def _shape_final(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = _rows(frames, "a3po_final_eval_reward", setup).set_index("method")
     difference, se = _at(rows["difference"], "loglinear"), _at(rows["difference_se"], "loglinear")
-    unresolved = "" if 1.96 * se < rule["margin"] else "; not resolved: 1.96 standard errors exceed the margin"
-    return abs(difference) <= rule["margin"], f"loglinear minus recompute {difference:+.4f} ± {se:.4f} (asked: {rule['margin']} at most){unresolved}"
+    return [(rule["margin"] - abs(difference), se)], f"loglinear minus recompute {difference:+.4f} ± {se:.4f} (asked: {rule['margin']} at most)"
 
 
 SHAPES = {
@@ -171,6 +205,10 @@ SHAPES = {
     "entropy": _shape_entropy,
     "final_eval_reward": _shape_final,
 }
+
+
+def _scales(frames: dict[str, pd.DataFrame]) -> list[str]:
+    return sorted({scale for frame in frames.values() if "scale" in frame for scale in frame["scale"].unique()})
 
 
 def _rows(frames: dict[str, pd.DataFrame], name: str, setup: str) -> pd.DataFrame:
@@ -186,40 +224,52 @@ def _at(column: pd.Series, method: str) -> float:
     return float(column[method])
 
 
-def _window(frame: pd.DataFrame, column: str, method: str, window: list[float], how=np.mean) -> float:
-    """Summary over seeds and the steps in [from, to), fractions of the run; to = 1 includes the last step."""
-    runs = frame[frame["method"] == method].dropna(subset=[column])
-    last = runs["step"].max()
+def _windows(frame: pd.DataFrame, column: str, window: list[float], how: str = "mean") -> pd.DataFrame:
+    """Summary [seed, method] over the steps in [from, to), fractions of the run; to = 1 includes the last step."""
+    runs = frame[frame["method"].isin(METHODS)].dropna(subset=[column])
+    last = runs.groupby("method")["step"].transform("max")
     inside = runs[(runs["step"] >= window[0] * last) & ((runs["step"] < window[1] * last) | (window[1] == 1))]
-    if inside.empty:
-        raise LookupError(f"{method} has no {column} in {window} of the run")
-    return float(how(inside[column]))
+    table = inside.groupby(["seed", "method"])[column].agg(how).unstack().reindex(columns=list(METHODS)).dropna()
+    if table.empty:
+        raise LookupError(f"no seed has {column} of {', '.join(METHODS)} in {window} of the run")
+    return table
 
 
-def _listed(values: dict[str, float]) -> str:
-    return ", ".join(f"{method} {value:.3g}" for method, value in values.items())
+def _over_seeds(slack: pd.Series) -> tuple[float, float]:
+    return slack.mean(), standard_error(slack)
+
+
+def _above_others(table: pd.DataFrame) -> tuple[float, float]:
+    return _over_seeds(table["loglinear"] - table[OTHERS].max(axis=1))
+
+
+def _listed(table: pd.DataFrame) -> str:
+    return ", ".join(f"{method} {value:.3g}" for method, value in table.mean().items())
 
 
 def _table_values(frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
     values = {}
     for row in frames.get("a3po_training_time", pd.DataFrame()).itertuples():
         for name in ("seconds_per_step", "speedup_over_sync", "speedup_over_recompute"):
-            values[f"tables.{name}.{row.setup}.{row.method}"] = Measured(getattr(row, name), row.blocks)
+            error = getattr(row, f"{name}_se", np.nan)
+            values[f"tables.{name}.{row.setup}.{row.method}"] = Measured(getattr(row, name), row.blocks, error, row.difference_se)
         if (row.setup, row.method) == ("setup2", "loglinear"):
-            values["tables.v3_headline.speedup"] = Measured(row.speedup_over_sync, row.blocks)
+            values["tables.v3_headline.speedup"] = Measured(row.speedup_over_sync, row.blocks, row.speedup_over_sync_se)
         if (row.setup, row.method) == ("setup1", "loglinear"):
-            values["tables.v1_headline.training_time_change_pct"] = Measured(100 / row.speedup_over_recompute - 100, row.blocks)
-    for row in frames.get("a3po_final_eval_reward", pd.DataFrame()).itertuples():
-        values[f"tables.final_eval_reward.{row.setup}.{row.method}"] = Measured(row.reward, row.seeds, row.se)
-    if "a3po_benchmarks" in frames:
-        for (setup, method), rows in frames["a3po_benchmarks"].groupby(["setup", "method"]):
-            error = np.sqrt((rows["se"] ** 2).sum()) / len(rows)
-            values[f"tables.benchmarks_{setup}.average.{method}"] = Measured(rows["reward"].mean(), rows["seeds"].min(), error)
+            change, error = 100 / row.speedup_over_recompute - 100, 100 * row.speedup_over_recompute_se / row.speedup_over_recompute**2
+            values["tables.v1_headline.training_time_change_pct"] = Measured(change, row.blocks, error)
+    rewards = {"final_eval_reward.{}": frames.get("a3po_final_eval_reward", pd.DataFrame())}
+    rewards |= {"benchmarks_{}.average": frames["a3po_benchmarks"].query("set == 'average'")} if "a3po_benchmarks" in frames else {}
+    for table, rows in rewards.items():
+        for row in rows.itertuples():
+            error = getattr(row, "difference_se", np.nan)
+            values[f"tables.{table.format(row.setup)}.{row.method}"] = Measured(row.reward, row.seeds, row.se, error)
     if "a3po_proximal_seconds" in frames:
         rows = frames["a3po_proximal_seconds"][lambda frame: frame["tensors"] == "cpu model"].set_index("method")
         seconds, n = rows["seconds"], rows["blocks"].iloc[0]
         values |= {f"figures.proximal_seconds.setup1.{method}.typical": Measured(seconds[method], n) for method in seconds.index}
-        values["tables.proximal_seconds_headline.text.ratio"] = Measured(seconds[REFERENCE] / seconds["loglinear"], n)
+        ratio, error = rows.loc[REFERENCE, ["over_loglinear", "over_loglinear_se"]]
+        values["tables.proximal_seconds_headline.text.ratio"] = Measured(ratio, n, error)
     return values
 
 
@@ -231,27 +281,34 @@ def _curve_values(frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
         if not entry.id.startswith("figures.") or name not in frames or len(rest) != 2:
             continue
         method, label = rest if rest[0] in METHODS else reversed(rest)
-        runs = frames[name][lambda frame, s=setup, m=method: (frame["setup"] == s) & (frame["method"] == m)].dropna(subset=[column])
-        edges = _edges(label, setups[setup]["steps"], runs["step"].max()) if len(runs) else None
-        value = bin_means(runs["step"], runs[column], edges)[0] if edges else np.nan
-        if np.isfinite(value):
-            values[entry.id] = Measured(value, runs["seed"].nunique())
+        rows = frames[name][frames[name]["setup"] == setup]
+        found, reference = (_matching(rows, m, column, label, setups[setup]["steps"]) for m in (method, REFERENCE))
+        if len(found):
+            shared = (found - reference).dropna()
+            values[entry.id] = Measured(found.mean(), len(found), standard_error(found), standard_error(shared) if len(shared) else np.nan)
     return values
 
 
-def _edges(label: str, published_steps: int, steps: int) -> tuple[float, float] | None:
-    """Our steps [from, to) that match a published label: a bin 30-60, a step 30, step1, end; None for anything else."""
+def _matching(frame: pd.DataFrame, method: str, column: str, label: str, published_steps: int) -> pd.Series:
+    """Mean per seed over our steps that match a published label; empty where none do."""
+    runs = frame[frame["method"] == method].dropna(subset=[column])
+    low, high = _edges(label, published_steps, runs["step"].max())
+    return runs[(runs["step"] >= low) & (runs["step"] < high)].groupby("seed")[column].mean()
+
+
+def _edges(label: str, published_steps: int, steps: int) -> tuple[float, float]:
+    """Our steps [from, to) that match a published label: a bin 30-60, a step 30, step1, end; NaN for anything else."""
     low, _, high = label.partition("-")
     if not low.isdigit():
-        return {"step1": (1, 2), "end": (0.95 * steps, steps + 1)}.get(label)
+        return {"step1": (1, 2), "end": (0.95 * steps, steps + 1)}.get(label, (np.nan, np.nan))
     scale = steps / published_steps
     if not high:
         return int(low) * scale - 0.5, int(low) * scale + 0.5
     return int(low) * scale, steps + 1 if int(high) == published_steps else int(high) * scale
 
 
-def _paper(paper: str, frames: dict[str, pd.DataFrame], values: dict[str, Measured]) -> str:
-    facts, rows = published.load(paper), judge(paper, values)
+def _paper(paper: str, frames: dict[str, pd.DataFrame], rows: list[Row]) -> str:
+    facts = published.load(paper)
     text = f"\n## {facts['paper']['title']} (arXiv {facts['paper']['arxiv']})\n\n{len(rows)} published numbers: {_counts(rows)}.\n"
     text += "\n### Shape targets\n\n| target | setup | verdict | numbers |\n| --- | --- | --- | --- |\n"
     text += "".join(f"| {' | '.join(row)} |\n" for row in shapes(paper, frames))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,56 +16,41 @@ class Estimate(NamedTuple):
     prompts: int
 
 
-def mean(values: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Arithmetic mean; empty or not finite input raises ValueError."""
-    return _finite(values).mean(axis)
-
-
-def iqm(values: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Interquartile mean: the floor(n/4) smallest and largest values are left out (Agarwal et al. 2021, as their library computes it)."""
-    ordered = np.moveaxis(np.sort(_finite(values), axis), axis, 0)
-    cut = len(ordered) // 4
-    return ordered[cut : len(ordered) - cut].mean(0)
-
-
-def bootstrap_interval(
-    values: np.ndarray, rng: np.random.Generator, statistic: Callable = mean, level: float = 0.95, resamples: int = 2000
-) -> tuple[np.ndarray, np.ndarray]:
-    """Percentile interval of `statistic(sample, axis)` over axis 0 of values [n, ...]; the other axes are resampled together."""
+def bootstrap_interval(values: np.ndarray, rng: np.random.Generator, resamples: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile interval of the mean over axis 0 of values [n, ...]; the other axes are resampled together."""
     values = _finite(values)
     draws = rng.integers(len(values), size=(resamples, len(values)))
-    low, high = np.quantile(statistic(values[draws], 1), [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return low, high
+    return tuple(np.quantile(values[draws].mean(1), [0.025, 0.975], axis=0))
 
 
-def mean_and_error(values: np.ndarray) -> Estimate:
-    """Mean of values [seeds, prompts]; its variance is the sum of the variance over prompts and, from two seeds on, the one over seeds.
+def standard_error(values: np.ndarray) -> float:
+    """Standard error of the mean of values [n], one per seed or block; NaN for a single one."""
+    values = _finite(values)
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
-    Either alone would take the other as fixed. Their sum counts the interaction twice, so the error is rather too wide.
+
+def mean_and_error(*sets: np.ndarray) -> Estimate:
+    """Mean of values [seeds, prompts], or of the means of several sets with different prompts and the same seeds.
+
+    The variance is the sum of the one over prompts, which are drawn anew in each set, and, from two seeds on, the one over seeds, which the
+    sets share. Either alone would take the other as fixed. Their sum counts the interaction twice, so the error is rather too wide.
     """
-    values = _finite(np.atleast_2d(values))
-    seeds, prompts = values.shape
-    if prompts < 2:
-        raise ValueError("a standard error needs at least two prompts")
-    variance = values.mean(0).var(ddof=1) / prompts + (values.mean(1).var(ddof=1) / seeds if seeds > 1 else 0.0)
-    return Estimate(float(values.mean()), float(np.sqrt(variance)), seeds, prompts)
+    sets = tuple(_finite(np.atleast_2d(values)) for values in sets)
+    if len({len(values) for values in sets}) > 1 or min(values.shape[1] for values in sets) < 2:
+        raise ValueError("a standard error needs at least two prompts, and the same seeds in every set")
+    by_seed = np.mean([values.mean(1) for values in sets], axis=0)
+    variance = sum(values.mean(0).var(ddof=1) / values.shape[1] for values in sets) / len(sets) ** 2
+    variance += standard_error(by_seed) ** 2 if len(by_seed) > 1 else 0.0
+    return Estimate(float(by_seed.mean()), float(np.sqrt(variance)), len(by_seed), sum(values.shape[1] for values in sets))
 
 
-def paired_difference(a: np.ndarray, b: np.ndarray) -> Estimate:
-    """Mean of a - b with its error, paired by prompt and seed; both [seeds, prompts] in the same order."""
-    a, b = np.atleast_2d(a), np.atleast_2d(b)
-    if a.shape != b.shape:
-        raise ValueError(f"pairs need the same seeds and prompts, got {a.shape} and {b.shape} [seeds, prompts]")
-    return mean_and_error(a - b)
-
-
-def bin_means(steps: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Mean of values [n, ...] at steps [n] in each bin [edges[i], edges[i + 1]); NaN where a bin holds no step."""
-    steps, values = np.asarray(steps), _finite(values)
-    if len(steps) != len(values):
-        raise ValueError(f"{len(steps)} steps for {len(values)} values")
-    inside = [(steps >= low) & (steps < high) for low, high in zip(edges[:-1], edges[1:], strict=True)]
-    return np.array([values[chosen].mean(0) if chosen.any() else np.full(values.shape[1:], np.nan) for chosen in inside])
+def paired_difference(*pairs: tuple[np.ndarray, np.ndarray]) -> Estimate:
+    """Mean of a - b with its error, paired by prompt and seed: (a, b) of every set, both [seeds, prompts] in the same order."""
+    arrays = [(np.atleast_2d(a), np.atleast_2d(b)) for a, b in pairs]
+    for a, b in arrays:
+        if a.shape != b.shape:
+            raise ValueError(f"pairs need the same seeds and prompts, got {a.shape} and {b.shape} [seeds, prompts]")
+    return mean_and_error(*(a - b for a, b in arrays))
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -5,8 +5,6 @@ Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of s
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
@@ -14,7 +12,8 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.statistics import mean_and_error, paired_difference
+from nowait.analysis.statistics import mean_and_error, paired_difference, standard_error
+from nowait.config import Experiment, digest
 
 _HEAD = {"setup": ("setup", "{}"), "method": ("method", "{}")}
 _COUNTS = {"seeds": ("n (seeds)", "{:d}"), "prompts": ("prompts", "{:d}")}
@@ -35,26 +34,33 @@ def tidy(results: dict[str, list], columns: list[str]) -> pd.DataFrame:
 def provenance(results: Iterable[dict[str, list]]) -> dict:
     """What a figure must say about its runs: seeds, digest of the code, digest of every configuration by setup/method."""
     runs = [(method, run.manifest) for result in results for method, several in result.items() for run in several]
-    texts = {f"{_setup(run)}/{method}": json.dumps(run["config"], sort_keys=True, separators=(",", ":")) for method, run in runs}
-    configs = {name: hashlib.sha256(texts[name].encode()).hexdigest()[:12] for name in sorted(texts)}  # as nowait.config.digest
+    configs = {f"{setup(run['config']['name'])}/{method}": digest(Experiment.model_validate(run["config"])) for method, run in runs}
     return {"seeds": sorted({run["seed"] for _, run in runs}), "code": sorted({run["code"] for _, run in runs}), "config": configs}
+
+
+def setup(name: str) -> str:
+    """The setup that a config's name ends in: setup1 of a3po/setup1."""
+    return PurePosixPath(name).name
 
 
 def training_time(bench: dict) -> pd.DataFrame:
     """Seconds per training step and speed-ups, one row per method, from the JSON of the asynchronous bench.
 
-    Speed-ups are medians over the bench's interleaved blocks; `bound` = 1 + f/u is the most that removing the forward pass can gain over recompute.
+    Speed-ups are medians over the bench's interleaved blocks, with standard errors over blocks (none for one block), as has the difference
+    of seconds from recompute; `bound` = 1 + f/u is the most that removing the forward pass can gain over recompute.
     """
-    facts, setup = published.load("a3po")["tables"], PurePosixPath(bench["config"]).name
+    facts, place = published.load("a3po")["tables"], setup(bench["config"])
     shown = {"hours": "training_hours", **{name: name for name in ("seconds_per_step", "speedup_over_sync", "speedup_over_recompute")}}
-    blocks = {row["method"]: np.asarray(row["blocks"], float) for row in bench["rows"]}
+    blocks, bases = {row["method"]: np.asarray(row["blocks"], float) for row in bench["rows"]}, ("sync", "sync_colocated", REFERENCE)
     rows = [
         {
-            "setup": setup,
+            "setup": place,
             "method": row["method"],
-            **{f"published_{name}": facts[table].get(setup, {}).get(row["method"]) for name, table in shown.items()},
+            **{f"published_{name}": facts[table].get(place, {}).get(row["method"]) for name, table in shown.items()},
             "seconds_per_step": row["seconds_per_step"],
-            **{f"speedup_over_{base}": np.median(blocks[base] / blocks[row["method"]]) for base in ("sync", "sync_colocated", REFERENCE)},
+            "difference_se": standard_error(blocks[row["method"]] - blocks[REFERENCE]),
+            **{f"speedup_over_{base}": np.median(blocks[base] / blocks[row["method"]]) for base in bases},
+            **{f"speedup_over_{base}_se": standard_error(blocks[base] / blocks[row["method"]]) for base in bases},
             "mean_staleness": row["mean_staleness"],
             "blocks": len(row["blocks"]),
         }
@@ -76,34 +82,28 @@ def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
 
 
 def proximal_seconds(bench: dict) -> pd.DataFrame:
-    """Seconds to obtain log pi_prox for one batch, from the JSON of the proximal bench: by forward pass or interpolation."""
+    """Seconds to obtain log pi_prox for one batch, from the JSON of the proximal bench: by forward pass or interpolation, and their ratio."""
     small, large = bench["cpu_model"], bench["paper_tensors"]
-    rows = [("cpu model", REFERENCE, small["recompute_s"]), ("cpu model", "loglinear", small["interpolate_s"])]
-    rows += [("tensors of the paper's size", "loglinear", large["interpolate_s"])]
-    return _rounded(pd.DataFrame(rows, columns=["tensors", "method", "seconds"]).assign(blocks=bench["blocks"], clock="wall"))
+    rows = [("cpu model", REFERENCE, small["recompute_s"], small["ratio"], standard_error(small["ratios"]))]
+    rows += [("cpu model", "loglinear", small["interpolate_s"], np.nan, np.nan)]
+    rows += [("tensors of the paper's size", "loglinear", large["interpolate_s"], np.nan, np.nan)]
+    frame = pd.DataFrame(rows, columns=["tensors", "method", "seconds", "over_loglinear", "over_loglinear_se"])
+    return _rounded(frame.assign(blocks=bench["blocks"], clock="wall", scale=bench["scale"]))
 
 
 def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
     """Last evaluation reward per method, standard error, and the difference from recompute paired by seed and prompt."""
-    rewards, rows = {method: _final_rewards(method, runs, evaluation) for method, runs in results.items()}, []
-    reference = rewards.get(REFERENCE)
-    for method, reward in rewards.items():
-        row = _quality(method, results[method], reward)
-        row["published"] = published.load("a3po")["tables"]["final_eval_reward"].get(row["setup"], {}).get(method)
-        if reference is not None and method != REFERENCE:
-            if not (reward.index.equals(reference.index) and reward.columns.equals(reference.columns)):
-                raise ValueError(f"{row['setup']}: {method} and {REFERENCE} need the same seeds and evaluation prompts; run the missing seeds")
-            difference = paired_difference(reward, reference)
-            row |= {"difference": difference.mean, "difference_se": difference.se}
-        rows.append(row)
-    return _rounded(pd.DataFrame(rows))
+    facts = published.load("a3po")["tables"]["final_eval_reward"]
+    rows = _quality(results, [evaluation])
+    return _rounded(pd.DataFrame([{**row, "published": facts.get(row["setup"], {}).get(row["method"])} for row in rows]))
 
 
 def benchmarks(results: dict[str, list], sets: list[str]) -> pd.DataFrame:
-    """Final reward in % on held-out sets, per method, with its standard error."""
-    cells = [(method, runs, name) for method, runs in results.items() for name in sets]
-    rows = [{**_quality(method, runs, 100 * _final_rewards(method, runs, name)), "set": name} for method, runs, name in cells]
-    return _rounded(pd.DataFrame(rows))
+    """Final reward in % on each of the held-out sets and on their average, per method, compared as in `final_eval_reward`."""
+    named = {name: [name] for name in sets} | ({"average": sets} if len(sets) > 1 else {})
+    frame = pd.DataFrame([{**row, "set": name} for name, several in named.items() for row in _quality(results, several)])
+    shares = [name for name in ("reward", "se", "difference", "difference_se") if name in frame]
+    return _rounded(frame.assign(**{name: 100 * frame[name] for name in shares}))
 
 
 def markdown(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
@@ -130,14 +130,14 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
         "mean_staleness": ("mean d", "{:.1f}"),
         "blocks": ("n (blocks)", "{:d}"),
     }
-    scale, clock = frame[["scale", "clock"]].iloc[0]
+    scale, clock, blocks = frame[["scale", "clock", "blocks"]].iloc[0]
+    how = "medians over interleaved blocks" if blocks > 1 else "one pass over the methods, which shows no spread"
     note = (
         "Published hours include evaluations; the speed-ups that the paper names are against synchronous training. "
-        f"Measured: {scale} scale, clock = {clock}, medians over interleaved blocks; 1 + f/u (forward over update) bounds any gain over recompute."
+        f"Measured: {scale} scale, clock = {clock}, {how}; 1 + f/u (forward over update) bounds any gain over recompute."
     )
-    return markdown(frame, columns) + "".join(
-        f"\n{text}\n" for text in (note, *map(_balance, frame[frame["method"] == "loglinear"].to_dict("records")))
-    )
+    balances = map(_balance, frame[frame["method"] == "loglinear"].to_dict("records"))
+    return markdown(frame, columns) + "".join(f"\n{text}\n" for text in (note, *balances))
 
 
 def _balance(row: dict) -> str:
@@ -163,7 +163,7 @@ def final_eval_reward_markdown(frame: pd.DataFrame) -> str:
     }
     note = "another model and task than published, so only differences compare"
     twin = "Sync colocated makes the same updates as sync, so it has no row of its own"
-    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {twin}.\n"
+    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {_covered(frame)}. {twin}.\n"
 
 
 def benchmarks_markdown(frame: pd.DataFrame) -> str:
@@ -171,9 +171,15 @@ def benchmarks_markdown(frame: pd.DataFrame) -> str:
     rows = [(name, method, *facts[name][method]) for name in ("aime24", "math500") for method in facts[name]]
     rows += [("average", method, value, np.nan) for method, value in facts["average"].items()]
     shown = {"set": ("set", "{}"), "method": ("method", "{}"), "reward": ("%", "{:.2f}"), "se": ("± s.e.", "{:.2f}")}
-    left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **_COUNTS})
-    scale = frame["scale"].iloc[0]
-    return f"Published: setup 2, one sample per problem\n\n{left}\nMeasured: {scale} scale, held-out sets of the task\n\n{right}"
+    paired = {"difference": ("minus recompute", "{:+.2f}"), "difference_se": ("± s.e. (paired)", "{:.2f}")}
+    left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **paired, **_COUNTS})
+    measured = f"Measured: {frame['scale'].iloc[0]} scale, prompts of the task that were never trained on. {_covered(frame)}."
+    return f"Published: setup 2, one sample per problem\n\n{left}\n{measured}\n\n{right}"
+
+
+def _covered(frame: pd.DataFrame) -> str:
+    """What the standard errors of a table of rewards stand for."""
+    return "± s.e. is over prompts" + (" only: one seed says nothing about others" if frame["seeds"].min() == 1 else " and seeds")
 
 
 TABLES = {
@@ -185,10 +191,6 @@ TABLES = {
 }
 
 
-def _setup(manifest: dict) -> str:
-    return PurePosixPath(manifest["config"]["name"]).name
-
-
 def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
     config, metrics = run.manifest["config"], run.metrics
     missing = sorted(set(columns) - set(metrics.columns))
@@ -196,15 +198,26 @@ def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
         raise ValueError(f"{config['name']} {method} seed {run.manifest['seed']} has no metric {', '.join(missing)}")
     rows = metrics.dropna(subset=columns, how="all")
     seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
-    head = {"setup": _setup(run.manifest), "method": method, "seed": run.manifest["seed"]}
+    head = {"setup": setup(config["name"]), "method": method, "seed": run.manifest["seed"]}
     head |= {"scale": config["scale"], "clock": config["runtime"]["clock"]}
     return _rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
 
 
-def _quality(method: str, runs: list, rewards: pd.DataFrame) -> dict:
-    estimate, manifest = mean_and_error(rewards), runs[0].manifest
-    head = {"setup": _setup(manifest), "method": method, "scale": manifest["config"]["scale"]}
-    return head | {"reward": estimate.mean, "se": estimate.se, "seeds": estimate.seeds, "prompts": estimate.prompts}
+def _quality(results: dict[str, list], sets: list[str]) -> list[dict]:
+    """One row per method: final reward, mean of the sets, and where there is a recompute the difference from it."""
+    rewards = {method: [_final_rewards(method, runs, name) for name in sets] for method, runs in results.items()}
+    rows = []
+    for method, own in rewards.items():
+        config, estimate = results[method][0].manifest["config"], mean_and_error(*own)
+        row = {"setup": setup(config["name"]), "method": method, "scale": config["scale"], "reward": estimate.mean, "se": estimate.se}
+        if method != REFERENCE and REFERENCE in rewards:
+            pairs = list(zip(own, rewards[REFERENCE], strict=True))
+            if not all(a.index.equals(b.index) and a.columns.equals(b.columns) for a, b in pairs):
+                raise ValueError(f"{row['setup']}: {method} and {REFERENCE} need the same seeds and evaluation prompts; run the missing seeds")
+            difference = paired_difference(*pairs)
+            row |= {"difference": difference.mean, "difference_se": difference.se}
+        rows.append(row | {"seeds": estimate.seeds, "prompts": estimate.prompts})
+    return rows
 
 
 def _final_rewards(method: str, runs: list, evaluation: str) -> pd.DataFrame:

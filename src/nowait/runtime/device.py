@@ -99,6 +99,7 @@ class ProcessExecutor:
             process.join(5)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 _host = _Host()  # of this worker process
@@ -192,5 +193,16 @@ class Device:
 
 
 def event_loop(clock, start: float = 0.0) -> asyncio.AbstractEventLoop:
-    """The loop that a clock needs; virtual time begins at `start` seconds."""
-    return VirtualTimeLoop(start) if clock.virtual else asyncio.new_event_loop()
+    """The loop that a clock needs; its time begins at `start` seconds."""
+    return VirtualTimeLoop(start) if clock.virtual else _WallTimeLoop(start)
+
+
+class _WallTimeLoop(asyncio.SelectorEventLoop):
+    """Real seconds since the run began instead of since the machine did."""
+
+    def __init__(self, start: float) -> None:
+        self._offset = start - time.monotonic()
+        super().__init__()
+
+    def time(self) -> float:
+        return time.monotonic() + self._offset

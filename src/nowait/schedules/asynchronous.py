@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from nowait.batch import Rollouts
 from nowait.config import Experiment
-from nowait.schedules.common import Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, slots_in_requests
+from nowait.schedules.common import Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, max_in_flight
 from nowait.schedules.staleness import StalenessGate, strict_batch
 
 
@@ -19,7 +19,7 @@ class _Run:
 
     def __init__(self, crew: Crew, experiment: Experiment) -> None:
         self.crew, self.experiment, self.plan = crew, experiment, experiment.schedule
-        self.gate = StalenessGate(self.plan.batch_size, self.plan.max_staleness, slots_in_requests(experiment))
+        self.gate = StalenessGate(self.plan.batch_size, self.plan.max_staleness, max_in_flight(experiment))
         self.rollouts = Rollouts(self.plan.group_size)
         self.finished: list[int] = []  # complete requests in the order of their completion
         self.loaded = -1  # version of the sampler's weights
@@ -50,7 +50,7 @@ class _Run:
             if not self.gate.running:
                 await self.until(lambda: self.hold or self.crew.weights.version != self.loaded)
                 continue
-            segments = await sampler("decode", self.experiment.sampler.chunk)
+            segments = await self.crew.decode(sampler, self.experiment.sampler.chunk)
             done = self.rollouts.add(segments)
             await scorer("prefill", segments)
             self.gate.finished(len(done))
@@ -59,7 +59,7 @@ class _Run:
 
     async def load_newest(self) -> None:
         if (weights := self.crew.weights).version != self.loaded:
-            await self.crew.samplers[0]("load", weights)
+            await self.crew.load(self.crew.samplers[0])
             self.loaded = weights.version
 
     def batch(self, step: int) -> list[int] | None:

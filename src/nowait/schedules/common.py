@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from nowait.batch import LENGTH, Batch, Request, Rollouts, Weights
+from nowait.batch import LENGTH, Batch, Request, Rollouts, Segments, Weights
 from nowait.config import Experiment
 from nowait.runtime.timeline import Timeline
 
 Call = Callable[..., Awaitable[Any]]  # await call(method, *args): one worker on its device
 EVALUATION_CHUNK = 8  # tokens per round; freed slots are taken again at the next one
 PROXIMAL_FORWARD = {"recompute", "ppo", "diagnostic"}  # anchors that need a forward pass before the update
+
+
+@dataclass
+class Usage:
+    """What the samplers did since the last record: generated tokens, decode steps, tokens prefilled again after new weights."""
+
+    tokens: int = 0
+    steps: int = 0
+    reprefilled: int = 0
 
 
 @dataclass
@@ -31,6 +40,20 @@ class Crew:
     evaluator: Call | None = None
     evaluations: dict[str, tuple[list[Request], Call]] = field(default_factory=dict)  # set -> requests and their scorer; "eval" is the regular one
     weights: Weights | None = None  # newest published
+    slots: int = 1  # of a sampler: sequences that it decodes together
+    usage: Usage = field(default_factory=Usage)
+
+    async def decode(self, sampler: Call, chunk: int) -> Segments:
+        """A decode round of a training sampler, counted."""
+        segments = await sampler("decode", chunk)
+        lengths = np.diff(segments.offset)
+        self.usage.tokens += int(lengths.sum())
+        self.usage.steps += int(lengths.max(initial=0))
+        return segments
+
+    async def load(self, sampler: Call) -> None:
+        """Bring the newest weights to a training sampler."""
+        self.usage.reprefilled += await sampler("load", self.weights)
 
 
 @dataclass
@@ -67,9 +90,6 @@ async def score(crew: Crew, batch: Batch, ids: list[int]) -> None:
     batch.reward = np.array([0.0 if v is None else v for v in values], np.float32)
     for group in np.unique(batch.group[~batch.keep]):
         batch.keep[batch.group == group] = False
-    if not np.isfinite(batch.reward).all():
-        bad = int(batch.group[~np.isfinite(batch.reward)][0])
-        raise FloatingPointError(f"step {batch.step}: the reward of request {bad} is not finite")
 
 
 async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, anchor: str) -> tuple[Batch, dict[str, float]]:
@@ -137,18 +157,43 @@ async def _evaluate_set(evaluator: Call, requests: list[Request], scorer: Call) 
 
 def staleness_of(batch: Batch) -> np.ndarray:
     """int [tokens in the loss]: training steps between sampling and this update."""
-    d = batch.step - batch.version[batch.mask]
-    if d.size and d.min() < 0:
-        raise ValueError(f"step {batch.step}: a token carries version {batch.step - d.min()} from the future")
-    return d
+    versions = batch.version[batch.mask]
+    if versions.size and (versions.min() < 0 or versions.max() > batch.step):
+        raise ValueError(f"step {batch.step}: token versions {versions.min()} to {versions.max()}, which must lie in [0, {batch.step}]")
+    return batch.step - versions
 
 
 def describe(crew: Crew, batch: Batch, stats: dict[str, float], window: tuple[float, float], elapsed: float, buffered: int) -> dict[str, Any]:
     """Metrics of a finished step; `window` is its start and end, `buffered` the tokens generated and not yet trained."""
-    d, length = staleness_of(batch), batch.length
-    seconds, busy = crew.timeline.seconds(*window), crew.timeline.busy(*window)
-    total = window[1] - window[0]
+    d, usage = staleness_of(batch), crew.usage
+    crew.usage = Usage()
     mixed = (np.where(batch.version < 0, batch.version[:, :1], batch.version) != batch.version[:, :1]).any(1)
+    rewards = batch.reward[batch.keep]
+    return {
+        **{f"train/{k}": v for k, v in stats.items()},
+        "train/global_step": batch.step + 1,
+        "stale/d_mean": float(d.mean()) if d.size else 0.0,
+        "stale/d_max": int(d.max(initial=0)),
+        "stale/mixed_frac": float(mixed.mean()),
+        "stale/hist": np.bincount(d).tolist(),
+        "rollout/reward_mean": float(rewards.mean()) if rewards.size else float("nan"),
+        "rollout/reward_std": float(rewards.std()) if rewards.size else float("nan"),
+        "rollout/len_mean": float(batch.length.mean()),
+        "rollout/len_max": int(batch.length.max()),
+        "rollout/truncated_frac": float((batch.finish == LENGTH).mean()),
+        "rollout/grader_failed_frac": float(1 - batch.keep.mean()),
+        "rollout/buffered_tokens": buffered,
+        "rollout/reprefill_tokens": usage.reprefilled,
+        "rollout/requests": sorted(set(batch.group.tolist())),
+        "time/elapsed": elapsed,
+        **_times(crew, *window),
+        "perf/occupancy": usage.tokens / (usage.steps * crew.slots) if usage.steps else 0.0,
+    }
+
+
+def _times(crew: Crew, start: float, end: float) -> dict[str, float]:
+    """Seconds per stage (per device where several share a role) and busy fractions of a window."""
+    seconds, busy, total = crew.timeline.seconds(start, end), crew.timeline.busy(start, end), end - start
 
     def spent(worker: str, *methods: str) -> float:
         return sum(seconds.get((worker, method), 0.0) for method in methods) / len(crew.devices.get(worker, [worker]))
@@ -157,32 +202,17 @@ def describe(crew: Crew, batch: Batch, stats: dict[str, float], window: tuple[fl
         names = crew.devices[role]
         return sum(busy.get(name, 0.0) for name in names) / (len(names) * total) if total else 0.0
 
+    sampling, learning = busy_fraction("sampler"), busy_fraction("learner")
     return {
-        **{f"train/{k}": v for k, v in stats.items()},
-        "train/global_step": batch.step + 1,
-        "stale/d_mean": float(d.mean()) if d.size else 0.0,
-        "stale/d_max": int(d.max(initial=0)),
-        "stale/mixed_frac": float(mixed.mean()),
-        "stale/hist": np.bincount(d).tolist(),
-        "rollout/reward_mean": float(batch.reward[batch.keep].mean()) if batch.keep.any() else float("nan"),
-        "rollout/reward_std": float(batch.reward[batch.keep].std()) if batch.keep.any() else float("nan"),
-        "rollout/len_mean": float(length.mean()),
-        "rollout/len_max": int(length.max()),
-        "rollout/truncated_frac": float((batch.finish == LENGTH).mean()),
-        "rollout/eos_frac": float((batch.finish != LENGTH).mean()),
-        "rollout/grader_failed_frac": float(1 - batch.keep.mean()),
-        "rollout/buffered_tokens": buffered,
-        "rollout/requests": sorted(set(batch.group.tolist())),
         "time/step": total,
-        "time/elapsed": elapsed,
         "time/generate": spent("sampler", "decode"),
         "time/prox_forward": spent("learner", "logp"),
         "time/train": spent("learner", "update", "prepare", "gradient", "apply", "finish"),
         "time/sync": spent("learner", "publish") + spent("sampler", "load"),
         "time/reward": spent("scorer", "prefill", "finish"),
-        "time/idle_gen": total * (1 - busy_fraction("sampler")),
-        "time/idle_train": total * (1 - busy_fraction("learner")),
-        "perf/busy_frac": (busy_fraction("sampler") + busy_fraction("learner")) / 2,
+        "time/idle_gen": total * (1 - sampling),
+        "time/idle_train": total * (1 - learning),
+        "perf/busy_frac": (sampling + learning) / 2,
     }
 
 
@@ -191,6 +221,6 @@ def due(every: int, step: int, steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == steps)
 
 
-def slots_in_requests(experiment: Experiment) -> int:
+def max_in_flight(experiment: Experiment) -> int:
     """Requests in flight at most: what was configured, or twice what the slots hold, so that a freed slot is taken at once."""
     return experiment.schedule.max_concurrent or max(1, 2 * experiment.sampler.slots // experiment.schedule.group_size)

@@ -42,10 +42,10 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
 
 
 async def _generate(crew: Crew, sampler: Call, requests: list[Request], rollouts: Rollouts, chunk: int) -> None:
-    await sampler("load", crew.weights)
+    await crew.load(sampler)
     await sampler("admit", requests)
     left = len(requests)
     while left:
-        segments = await sampler("decode", chunk)
+        segments = await crew.decode(sampler, chunk)
         left -= len(rollouts.add(segments))
         await crew.scorer("prefill", segments)

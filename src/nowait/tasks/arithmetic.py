@@ -5,21 +5,24 @@ The number of operands is long-tailed, and with it the length of a response: wha
 
 Demonstrations for the supervised warm start come in two styles, terse `10;19;#19` and restating `7+3=10;10+9=19;#19`, so that length
 varies within a prompt and can drift under RL, and with a stated share of wrong sums, so that RL has a better mode to sharpen.
-Short prompts of the two splits coincide (81 prompts have two operands); the splits differ as random streams, not as sets.
+A prompt belongs to one split: a hash of its text decides, 1 in 8 are for evaluation, so that what is evaluated was never trained on.
 """
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nowait.config import Fraction, Model
 from nowait.tasks import Split
 
 SIZES = {"train": 1_000_000, "eval": 10_000}  # rows
 STREAMS = {"train": 0, "eval": 1}
+HELD_OUT = 8  # one prompt in so many belongs to the split "eval"
 SIGMA = 1.0  # of the log-normal operand count: the larger, the longer the tail
 
 
@@ -27,6 +30,7 @@ class Arithmetic(Model):
     """Options of the task, and the task itself: rows are functions of (seed, split, row), nothing is stored."""
 
     operand_mean: Annotated[float, Field(gt=2)] = 4.5  # mean number of operands before the cap
+    operand_floor: Annotated[int, Field(ge=2, le=64)] = 2  # shorter chains are left out
     operand_cap: Annotated[int, Field(ge=2, le=64)] = 12  # larger numbers of operands become this one
     restate_share: Fraction = 0.4  # demonstrations that restate the operands
     restate_cap: Annotated[int, Field(ge=0)] = 12  # longest chain, in operands, demonstrated in that style: long ones would triple
@@ -37,11 +41,23 @@ class Arithmetic(Model):
         """Number of rows of the split."""
         return SIZES[split]
 
+    @model_validator(mode="after")
+    def _floor_below_cap(self) -> Arithmetic:
+        if self.operand_floor > self.operand_cap:
+            raise ValueError(f"operand_floor ({self.operand_floor}) is above operand_cap ({self.operand_cap}): lower it")
+        return self
+
     def operands(self, split: Split, row: int) -> list[int]:
-        """The digits 1 to 9 to be added: at least two of them, 2 + floor(X) up to the cap with X log-normal of mean `operand_mean` - 1.5."""
-        rng = self._rng(split, row, 0)
-        excess = rng.lognormal(np.log(self.operand_mean - 1.5) - SIGMA**2 / 2, SIGMA)
-        return rng.integers(1, 10, size=min(2 + int(excess), self.operand_cap)).tolist()
+        """The digits 1 to 9 to be added: 2 + floor(X) of them, at most the cap, with X log-normal of mean `operand_mean` - 1.5.
+
+        Drawn again until there are `operand_floor` of them or more and the prompt belongs to the split.
+        """
+        for attempt in itertools.count():
+            rng = self._rng(split, row, attempt, 0)
+            excess = rng.lognormal(np.log(self.operand_mean - 1.5) - SIGMA**2 / 2, SIGMA)
+            operands = rng.integers(1, 10, size=min(2 + int(excess), self.operand_cap)).tolist()
+            if len(operands) >= self.operand_floor and (zlib.crc32(bytes(operands)) % HELD_OUT == 0) == (split == "eval"):
+                return operands
 
     def prompt(self, split: Split, row: int) -> str:
         """E.g. `7+3+9=`."""
@@ -57,7 +73,7 @@ class Arithmetic(Model):
 
         A corrupted sum is carried on, and corruptions only add, so that the answer is wrong if and only if a sum is.
         """
-        operands, rng = self.operands(split, row), self._rng(split, row, 1)
+        operands, rng = self.operands(split, row), self._rng(split, row, 0, 1)
         restate = rng.random() < self.restate_share and len(operands) <= self.restate_cap
         errors = rng.integers(1, 4, size=len(operands)) * (rng.random(len(operands)) < self.corrupted_share)
         total, steps = operands[0], []
@@ -66,7 +82,7 @@ class Arithmetic(Model):
             steps.append(f"{before}+{operand}={total};" if restate else f"{total};")
         return "".join(steps) + f"#{total}"
 
-    def _rng(self, split: Split, row: int, purpose: int) -> np.random.Generator:
+    def _rng(self, split: Split, row: int, attempt: int, purpose: int) -> np.random.Generator:
         if not 0 <= row < SIZES[split]:
             raise IndexError(f"row {row} of split {split!r}: it has rows 0 to {SIZES[split] - 1}")
-        return np.random.default_rng([self.seed, STREAMS[split], row, purpose])
+        return np.random.default_rng([self.seed, STREAMS[split], row, attempt, purpose])

@@ -9,6 +9,8 @@ import numpy as np
 from nowait.batch import Request
 from nowait.tasks import Task
 
+STREAM = 102  # of the random numbers that order rows
+
 
 class Prompts:
     """`next(count)` gives requests with running ids; the id alone decides row and randomness, so its state is one number."""
@@ -30,7 +32,7 @@ class Prompts:
     def _row(self, request: int) -> int:
         epoch, place = divmod(request, self._size)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(self._size)
+            self._epoch, self._order = epoch, np.random.default_rng((self._seed, STREAM, epoch)).permutation(self._size)
         return int(self._order[place])
 
     def get_state(self) -> dict[str, int]:

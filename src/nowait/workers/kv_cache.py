@@ -60,6 +60,8 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, **kwar
     batch, heads, length, width = query.shape
     if length > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise ValueError(f"the built-in sampler does not know attention with {', '.join(odd)}")
     scores = torch.matmul(query.view(batch, key.shape[1], -1, width), key.transpose(-1, -2)).float() * scaling + attention_mask
     out = torch.matmul(scores.softmax(-1).to(value.dtype), value)  # [B, kv_heads, heads / kv_heads, head_dim]
     return out.reshape(batch, 1, heads, width), None

@@ -23,6 +23,7 @@ from nowait.batch import Batch, Weights
 from nowait.config import AlgorithmConfig, LearnerConfig
 from nowait.workers.models import checkpoint_layers, hidden_states, load_policy
 
+STREAM = 101  # of the random numbers that order minibatches
 SNAPSHOTS_KEPT = 4  # files of published weights; a sampler reads at most the last two
 
 
@@ -30,7 +31,8 @@ class HFLearner:
     """GRPO with a choice of anchors. Weights of version k are those after k training steps."""
 
     def __init__(self, path: str, learner: LearnerConfig, algorithm: AlgorithmConfig, *, temperature: float, seed: int, dtype: str = "float32", threads: int = 1, gradient_checkpointing: bool = False, snapshots: str | None = None) -> None:  # fmt: skip
-        self.model = load_policy(path, dtype, threads)
+        self.model = load_policy(path, "float32", threads)  # also for bfloat16: its steps are too coarse for small updates
+        self._mixed = dtype == "bfloat16"
         if gradient_checkpointing:
             checkpoint_layers(self.model)
         self.config, self.algorithm, self.temperature, self.seed = learner, algorithm, temperature, seed
@@ -46,7 +48,7 @@ class HFLearner:
         out = np.zeros(batch.token.shape, np.float32)
         for rows in self._micro_batches(batch, np.arange(len(batch))):
             part = batch.rows(rows)
-            out[rows, : part.token.shape[1]] = self._logp(part)[0].numpy()
+            out[rows, : part.token.shape[1]] = self._logp(part, with_entropy=False)[0].numpy()
         return out
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
@@ -78,14 +80,14 @@ class HFLearner:
             loss.backward()
             stats.append(statistics)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1).float() for g in flat]).numpy(), merge_stats(stats)
+        return torch.cat([g.reshape(-1) for g in flat]).numpy(), merge_stats(stats)
 
     def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
         """Add up the ranks' gradients, clip, and step the optimiser."""
         total = torch.from_numpy(shares[0][0] if len(shares) == 1 else np.sum([g for g, _ in shares], 0))
         sizes = [p.numel() for p in self._parameters]
         for parameter, gradient in zip(self._parameters, total.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+            parameter.grad = gradient.view_as(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
@@ -149,7 +151,7 @@ class HFLearner:
 
     def _minibatches(self, batch: Batch) -> list[np.ndarray]:
         """Sequence indices per optimiser step, shuffled anew in every epoch; a function of seed and step alone."""
-        rng = np.random.default_rng((self.seed, batch.step))
+        rng = np.random.default_rng((self.seed, STREAM, batch.step))
         return [part for _ in range(self.config.epochs) for part in np.array_split(rng.permutation(len(batch)), self.config.minibatches)]
 
     def _micro_batches(self, batch: Batch, rows: np.ndarray) -> list[np.ndarray]:
@@ -200,8 +202,11 @@ class HFLearner:
             stats |= {f"prox_abs_error/{name}_sum": (make() - prox).abs().where(mask, 0).double().sum() for name, make in approximations.items()}
         return loss, stats
 
-    def _logp(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [S, T] of the responses; vocabulary logits exist for a chunk of tokens at a time, also in the backward pass."""
+    def _logp(self, batch: Batch, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [S, T] of the responses, float32; entropies are 0 where they are not asked for.
+
+        Vocabulary logits exist for a chunk of tokens at a time, also in the backward pass.
+        """
         width = batch.prompt.shape[1] + batch.token.shape[1]
         total = batch.prompt_length + batch.length
         ids = np.zeros((len(batch), width), np.int64)
@@ -210,21 +215,23 @@ class HFLearner:
         place = batch.prompt_length[row] + t  # of the token; the hidden state one before it predicts it
         ids[row, place] = batch.token[row, t]
         width = int(total.max())
-        # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
-        hidden = hidden_states(self.model, torch.from_numpy(ids[:, :width]))[row, place - 1]  # [N, H]
-        target = torch.from_numpy(ids[row, place])
-        parts = [
-            checkpoint(self._head, h, y, use_reentrant=False)
-            for h, y in zip(hidden.split(self.config.logp_chunk_tokens), target.split(self.config.logp_chunk_tokens), strict=True)
-        ]
+        target, chunk = torch.from_numpy(ids[row, place]), self.config.logp_chunk_tokens
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._mixed):
+            # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
+            hidden = hidden_states(self.model, torch.from_numpy(ids[:, :width]))[row, place - 1]  # [N, H]
+            parts = [
+                checkpoint(self._head, h, y, with_entropy, use_reentrant=False)
+                for h, y in zip(hidden.split(chunk), target.split(chunk), strict=True)
+            ]
         shape, index = batch.token.shape, (torch.from_numpy(row), torch.from_numpy(t))
         logp, entropy = (torch.zeros(shape).index_put(index, torch.cat(columns)) for columns in zip(*parts, strict=True))
         return logp, entropy.detach()
 
-    def _head(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _head(self, hidden: torch.Tensor, target: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [chunk, V]
-        entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
-        return logp.gather(-1, target[:, None])[:, 0], entropy
+        chosen = logp.gather(-1, target[:, None])[:, 0]
+        entropy = -(logp.detach().exp() * logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
+        return chosen, entropy
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

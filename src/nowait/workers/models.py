@@ -18,7 +18,7 @@ from nowait import assets
 from nowait.batch import Weights
 
 
-def resolve(path: str) -> str:
+def model_folder(path: str) -> str:
     """Hub name or folder behind a model path."""
     return str(assets.path(path)) if path.startswith("asset:") else path
 
@@ -31,7 +31,7 @@ def load_policy(path: str, dtype: str = "float32", threads: int = 1) -> PreTrain
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(resolve(path), dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=getattr(torch, dtype)).eval()
     except OSError as error:
         raise ValueError(f"model.path: cannot load {path!r}: {error}") from error
     ids = torch.tensor([[1, 2, 3]])
@@ -42,7 +42,7 @@ def load_policy(path: str, dtype: str = "float32", threads: int = 1) -> PreTrain
 
 
 def hidden_states(model: PreTrainedModel, input_ids, attention_mask=None, position_ids=None, cache=None) -> torch.Tensor:
-    """Last hidden states [B, T, hidden]; attention_mask is [B, T] or a boolean [B, 1, T, keys]."""
+    """Last hidden states [B, T, hidden]; attention_mask is None (causal), or [B, 1, T, keys]: boolean, or added to the scores."""
     kwargs = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
     if cache is not None:
         kwargs[_cache_argument(type(model.base_model))] = cache

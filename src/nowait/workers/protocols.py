@@ -53,6 +53,9 @@ class Learner(Protocol):
     def publish(self) -> Weights:
         """A snapshot of the weights under the number of finished training steps."""
 
+    def save(self, folder: str) -> None:
+        """Write the policy as a checkpoint that others can load."""
+
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
         """Data-parallel form of update: prepare, then gradient and apply for each of the returned number of minibatches, then finish."""
 

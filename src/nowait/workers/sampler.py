@@ -138,7 +138,7 @@ class HFSampler:
         hidden = hidden_states(self.model, newest, mask, at[:, None], cache)
         token, logp = pick(self.model.get_output_embeddings()(hidden[:, 0]), self.temperature, torch.from_numpy(uniform))
         token = token.numpy()
-        self._history[np.arange(active), np.minimum(length, self._capacity - 1)] = token
+        self._history[np.arange(active), length] = token
         self._columns["length"][:active] += 1
         return token, logp.numpy()
 
@@ -151,7 +151,6 @@ class HFSampler:
                 length = int(self._columns["length"][last])
                 self._cache.move(last, i, length)
                 self._history[i, :length] = self._history[last, :length]
-                self._fresh[i] = self._fresh[last]
                 row[i] = row[last]
                 for column in self._columns.values():
                     column[i] = column[last]

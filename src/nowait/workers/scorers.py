@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nowait.batch import Request, Rollouts, Segments
+from nowait.batch import STOP, Request, Rollouts, Segments
 from nowait.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class RuleScorer:
         """n rewards per request, in the order of ids."""
         rows = [self._held.requests[i].row for i in ids]
         batch = self._held.take(ids, 0)
-        texts = [self._decode(token[:length].tolist()) for token, length in zip(batch.token, batch.length, strict=True)]
+        ends = batch.length - (batch.finish == STOP)  # without the final EOS, and nothing else: a stray special token is part of the answer
+        texts = [self._decode(token[:end].tolist()) for token, end in zip(batch.token, ends, strict=True)]
         n = self._held.n
         return [[self._grade(row, text) for text in texts[i * n : (i + 1) * n]] for i, row in enumerate(rows)]
 
