@@ -383,9 +383,8 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
 def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool, progress: bool) -> None:
     from tqdm.auto import tqdm
 
-    threads = str(max(e.runtime.threads for e, _ in missing))
-    setting = {"initializer": os.environ.__setitem__, "initargs": ("OMP_NUM_THREADS", threads)}  # before torch is imported there
-    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), **setting)
+    threads = max(e.runtime.threads for e, _ in missing)
+    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_set_threads, initargs=(threads,))
     futures = {pool.submit(_run_in_worker, e, seed, use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:
@@ -414,6 +413,10 @@ def _lines(path: Path) -> int:
     with _ignored(OSError):
         return max(0, (path / "metrics.jsonl").read_bytes().count(b"\n") - 1)
     return 0
+
+
+def _set_threads(count: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(count)  # read when torch is imported
 
 
 def _run_in_worker(experiment: Experiment, seed: int, use_wandb: bool) -> None:
