@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/report.md; PAPER=all SCALE=cpu SEEDS=1
 	$(BIN)/nowait reproduce --paper $(PAPER) --scale $(SCALE) --seeds $(SEEDS)
 
-test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the whole test suite, on two cores
+	$(BIN)/python -m pytest -n 2
 
 figures: $(STAMP) ## redraw every figure from its CSV file and write the report again, without training
 	$(BIN)/nowait figures

@@ -162,7 +162,9 @@ def listing() -> list[RunResult]:
     return sorted((RunResult(p.parent) for p in root().rglob("manifest.json")), key=lambda r: r.manifest["started"])
 
 
-def steps(experiment: Experiment, seed: int, *, timeline: Timeline | None = None, state: dict | None = None, policy: Path | None = None) -> Iterator[StepRecord]:
+def steps(
+    experiment: Experiment, seed: int, *, timeline: Timeline | None = None, state: dict | None = None, policy: Path | None = None
+) -> Iterator[StepRecord]:
     """Train, as a plain iterator of step records, also where an event loop runs already (notebooks). Closing it stops the training."""
     from nowait.training import make_clock, stream
 

@@ -29,7 +29,16 @@ def make_clock(experiment: Experiment):
     return clocks[experiment.runtime.clock]()
 
 
-async def stream(experiment: Experiment, seed: int, clock, timeline: Timeline, *, state: dict | None = None, snapshots: Path | None = None, policy: Path | None = None) -> AsyncIterator[StepRecord]:  # fmt: skip
+async def stream(
+    experiment: Experiment,
+    seed: int,
+    clock,
+    timeline: Timeline,
+    *,
+    state: dict | None = None,
+    snapshots: Path | None = None,
+    policy: Path | None = None,
+) -> AsyncIterator[StepRecord]:
     """Step records of a training. `state` (a checkpoint's) continues it; `policy` is the folder that gets the final model.
 
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
@@ -81,7 +90,9 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
         scorer=partial(driver.run, "scorer"),
-        prompts=Prompts(task, encode, seed=seed, n=plan.group_size, max_prompt_tokens=sampling.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens),
+        prompts=Prompts(
+            task, encode, seed=seed, n=plan.group_size, max_prompt_tokens=sampling.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens
+        ),
         timeline=timeline,
         devices=roles | {"scorer": ["driver"]},
         weights=Weights(0, None),
@@ -93,7 +104,7 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
 
 
 async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, driver: Device, model: dict, encode, decode) -> None:
-    """A second sampler beside the first, with a random stream of its own and the same seed in every run, so that methods are compared on equal draws."""
+    """A second sampler beside the first, with a random stream of its own and one seed for all runs: methods are compared on equal draws."""
     plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
     capacity = longest_prompt + plan.max_new_tokens
     await device.place("evaluator", SAMPLER, **model, slots=plan.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)

@@ -49,7 +49,9 @@ def make_request(task: Task, encode, split: str, number: int, row: int, n: int, 
     if not len(ids):
         raise ValueError(f"{split} row {row}: the prompt is empty")
     if len(ids) > max_prompt_tokens:
-        raise ValueError(f"{split} row {row}: the prompt has {len(ids)} tokens, sampler.max_prompt_tokens is {max_prompt_tokens}: raise it or filter the data")
+        raise ValueError(
+            f"{split} row {row}: the prompt has {len(ids)} tokens, sampler.max_prompt_tokens is {max_prompt_tokens}: raise it or filter the data"
+        )
     return Request(number, ids, n, max_new_tokens, row)
 
 

@@ -22,7 +22,9 @@ class SlotCache:
             raise ValueError(f"the built-in sampler needs full attention in every layer; this model has {', '.join(sorted(kinds))}")
         window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         if window is not None and window < capacity:
-            raise ValueError(f"the built-in sampler needs full attention; this model's window of {window} is less than its capacity of {capacity} tokens")
+            raise ValueError(
+                f"the built-in sampler needs full attention; this model's window of {window} is less than its capacity of {capacity} tokens"
+            )
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spare = capacity

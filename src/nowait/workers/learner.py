@@ -30,7 +30,19 @@ SNAPSHOTS_KEPT = 4  # files of published weights; a sampler reads at most the la
 class HFLearner:
     """GRPO with a choice of anchors. Weights of version k are those after k training steps."""
 
-    def __init__(self, path: str, learner: LearnerConfig, algorithm: AlgorithmConfig, *, temperature: float, seed: int, dtype: str = "float32", threads: int = 1, gradient_checkpointing: bool = False, snapshots: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: str,
+        learner: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        seed: int,
+        dtype: str = "float32",
+        threads: int = 1,
+        gradient_checkpointing: bool = False,
+        snapshots: str | None = None,
+    ) -> None:
         self.model = load_policy(path, "float32", threads)  # also for bfloat16: its steps are too coarse for small updates
         self._mixed = dtype == "bfloat16"
         if gradient_checkpointing:
@@ -145,7 +157,9 @@ class HFLearner:
         """[S, T] float32: group-relative rewards of the sequences in the loss on every response token, whitened over the batch's tokens if asked."""
         rows, mask = np.flatnonzero(batch.keep), torch.from_numpy(batch.mask)
         per_sequence = torch.zeros(len(batch))
-        per_sequence[rows] = group_relative(torch.from_numpy(batch.reward[rows]), torch.from_numpy(batch.group[rows]), std=self.algorithm.advantage_std)
+        per_sequence[rows] = group_relative(
+            torch.from_numpy(batch.reward[rows]), torch.from_numpy(batch.group[rows]), std=self.algorithm.advantage_std
+        )
         advantages = per_sequence[:, None].expand(mask.shape).where(mask, 0.0)
         return whiten(advantages, mask) if self.algorithm.advantage_whiten and mask.any() else advantages
 
@@ -220,8 +234,7 @@ class HFLearner:
             # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
             hidden = hidden_states(self.model, torch.from_numpy(ids[:, :width]))[row, place - 1]  # [N, H]
             parts = [
-                checkpoint(self._head, h, y, with_entropy, use_reentrant=False)
-                for h, y in zip(hidden.split(chunk), target.split(chunk), strict=True)
+                checkpoint(self._head, h, y, with_entropy, use_reentrant=False) for h, y in zip(hidden.split(chunk), target.split(chunk), strict=True)
             ]
         shape, index = batch.token.shape, (torch.from_numpy(row), torch.from_numpy(t))
         logp, entropy = (torch.zeros(shape).index_put(index, torch.cat(columns)) for columns in zip(*parts, strict=True))

@@ -21,7 +21,18 @@ PREFILL_TOKENS = 16384  # padded tokens per prefill call
 class HFSampler:
     """Samples with temperature from the full softmax; `stream` separates training (0) from evaluation (1)."""
 
-    def __init__(self, path: str, *, dtype: str = "float32", threads: int = 1, slots: int, capacity: int, temperature: float = 1.0, seed: int = 0, stream: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str = "float32",
+        threads: int = 1,
+        slots: int,
+        capacity: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        stream: int = 0,
+    ) -> None:
         self.model = load_policy(path, dtype, threads).requires_grad_(False)
         self.model.set_attn_implementation(GROUPED)
         self.temperature, self.seed, self.stream = temperature, seed, stream
@@ -38,7 +49,9 @@ class HFSampler:
     def admit(self, requests: list[Request]) -> None:
         for request in requests:
             if len(request.prompt) + request.max_new_tokens > self._capacity:
-                raise ValueError(f"request {request.id}: {len(request.prompt)} prompt + {request.max_new_tokens} new tokens exceed the cache of {self._capacity}")
+                raise ValueError(
+                    f"request {request.id}: {len(request.prompt)} prompt + {request.max_new_tokens} new tokens exceed the cache of {self._capacity}"
+                )
             self._waiting.extend((request, sample) for sample in range(request.n))
 
     def load(self, weights: Weights) -> int:

@@ -56,7 +56,9 @@ class RuleScorer:
             log.warning("grader failed on %s row %d: %s: %s", self._split, row, type(error).__name__, error)
             if self.graded >= FAILURES_COUNTED_FROM and self.failed > FAILURES_ALLOWED * self.graded:
                 share = f"{self.failed} of {self.graded} responses"
-                raise GraderFailed(f"the reward function failed on {share}, last on {self._split} row {row}: {error!r}. Mend it; see the log") from error
+                raise GraderFailed(
+                    f"the reward function failed on {share}, last on {self._split} row {row}: {error!r}. Mend it; see the log"
+                ) from error
             return None
         if not np.isfinite(reward):
             raise FloatingPointError(f"the reward function returned {reward} on {self._split} row {row}")
