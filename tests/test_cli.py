@@ -36,7 +36,7 @@ def record(experiment, seed: int = 1, status: str = "finished", metrics=METRICS,
     folder = runs.folder(experiment, seed)
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"status": status, "started": 1.8e9 + seed, "ended": 1.8e9 + seed + 60} | facts
-    (folder / "manifest.json").write_text(json.dumps(runs._manifest(experiment, seed) | facts))
+    (folder / "manifest.json").write_text(json.dumps(runs._manifest(experiment, seed, started=0.0) | facts))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     return RunResult(folder)
 
@@ -208,7 +208,7 @@ def test_list_shows_steps_and_the_last_held_out_reward_oldest_first(capsys):
     assert main(["runs", "list"]) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     cells = [re.split(r"  +", row) for row in rows]
-    assert [row[1:4] for row in cells] == [["finished", "2/2", "0.750 ± 0.062"], ["failed", "2/9", "0.750 ± 0.062"], ["running", "0/100", "-"]]
+    assert [row[1:4] for row in cells] == [["finished", "2/2", "0.750 ± 0.062"], ["failed", "2/9", "0.750 ± 0.062"], ["killed", "0/100", "-"]]
     assert [re.search(r"seed\d", row[0]).group() for row in cells] == ["seed1", "seed2", "seed3"]
 
 
@@ -355,7 +355,7 @@ def test_every_method_of_both_setups_is_trained_before_the_notebooks(project, ex
     monkeypatch.setattr(runs, "sweep", lambda experiments, seeds, use_wandb: swept.append((experiments, seeds, use_wandb, len(executed))))
     assert main(["reproduce", "--scale", "smoke", "--seeds", "3", "--no-wandb"]) == 0
     ((experiments, *rest),) = swept
-    assert rest == [[1, 2, 3], False, 0] and executed == [{"scale": "smoke", "seeds": [1, 2, 3], "interactive": False}]
+    assert rest == [[1, 2, 3], False, 0] and executed == [{"scale": "smoke", "seeds": [1, 2, 3], "blocks": 3, "interactive": False}]
     methods = {"sync", "recompute", "loglinear", "behave", "linear", "reuse"}
     assert {(x.name, x.method, x.scale) for x in experiments} == {(f"a3po/setup{i}", m, "smoke") for i in (1, 2) for m in methods}
 
