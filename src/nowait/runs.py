@@ -392,7 +392,7 @@ def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool
     try:
         waiting = set(futures)
         while waiting:
-            time.sleep(0.2)
+            time.sleep(0.5)
             bar.update(sum(min(_lines(folder(e, s)), e.schedule.steps) for e, s in missing) - bar.n)
             for future in [f for f in waiting if f.done()]:
                 waiting.remove(future)
