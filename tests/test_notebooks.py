@@ -158,6 +158,10 @@ def test_a_plan_is_what_the_parameters_say():
     [
         (cells("minibatches = 2", minibatches=2), "minibatches: is no parameter of this notebook; it has configs, scale"),
         (cells('seeds = "[1]"', seeds="[1]"), "seeds: got '[1]'; for papermill, write -y 'seeds: [1]'"),
+        (cells("seeds = []", seeds=[]), "seeds: got []; write one whole number >= 0 or several, as in [1, 2]"),
+        (cells("seeds = [1, -1]", seeds=[1, -1]), "seeds: got [1, -1]; write one whole number"),
+        (cells("seeds = ['1']", seeds=["1"]), "seeds: got ['1']; write one whole number"),
+        (cells("configs = []", configs=[]), "configs: got []; write one config or several"),
         (cells('interactive = "false"', interactive="false"), "interactive: got 'false'; for papermill, write -y 'interactive: true'"),
     ],
 )
@@ -202,7 +206,7 @@ def calls(monkeypatch, tmp_path) -> list:
 
     monkeypatch.setenv("NOWAIT_RUNS", str(tmp_path))
     monkeypatch.setattr(bench, "training_times", training_times)
-    monkeypatch.setattr(study, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(study, "ProcessPoolExecutor", lambda workers, **options: ThreadPoolExecutor(workers))
     return calls
 
 

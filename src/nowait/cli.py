@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
+import os
+import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     arguments = sys.argv[1:] if argv is None else argv
     try:
+        _start()
         app([a for a in arguments if a != "--debug"], prog_name="nowait")
     except SystemExit as end:
         if end.code == INTERRUPTED:
@@ -49,6 +53,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nowait: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _start() -> None:
+    """Find the modules of a user's own tasks as `python -m` does, say warnings in one line, take a batch system's SIGTERM for Ctrl-C."""
+    warnings.formatwarning = lambda message, *where, **line: f"nowait: {message}\n"
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @app.command()
@@ -70,27 +83,25 @@ def train(
     config: Config,
     scale: Annotated[str | None, typer.Option(help="a scale of the config, or paper; by default cpu")] = None,
     method: Annotated[str | None, typer.Option(help="a key of nowait.config.METHODS, such as recompute")] = None,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 1,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; repeatable")] = None,
     no_wandb: NoWandb = False,
     out: Annotated[Path | None, typer.Option(help="folder of the run; by default one under runs/")] = None,
 ) -> None:
     """Train one run. A finished one is found again, an interrupted one continued."""
-    from nowait import runs
+    from nowait import description, runs
     from nowait.config import load
 
     experiment = load(config, scale, setting, method)
     folder = out or runs.folder(experiment, seed)
     with _progress(folder / "metrics.jsonl", experiment.schedule.steps):
         result = runs.run(experiment, seed, folder, use_wandb=not no_wandb)
-    _print_aligned(_description(result))
+    _print_aligned(description.describe(result))
 
 
 @contextmanager
 def _progress(metrics: Path, steps: int) -> Iterator[None]:
     """A bar on stderr that follows the metrics file of a run."""
-    import threading
-
     from tqdm import tqdm
 
     finished = threading.Event()
@@ -116,8 +127,10 @@ def _progress(metrics: Path, steps: int) -> Iterator[None]:
 
 def _last_record(metrics: Path) -> dict[str, Any]:
     """The last complete line of a metrics file that may be growing; empty where there is none."""
-    lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
-    return json.loads(lines[-2]) if len(lines) > 1 else {}
+    try:
+        return json.loads(metrics.read_bytes().split(b"\n")[-2])
+    except (OSError, ValueError, IndexError):  # not there, damaged, empty
+        return {}
 
 
 @app.command()
@@ -125,16 +138,18 @@ def sample(
     run: Run,
     prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts")],
     samples: Annotated[int, typer.Option(min=1)] = 4,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Let a trained policy answer a prompt, at the temperature of its training."""
     import torch
     from transformers.utils import logging
 
+    from nowait import description
+
     logging.disable_progress_bar()
     result = _find(run)
-    if not (result.path / "policy" / "config.json").is_file():
-        raise ValueError(f"{result.path} has no trained policy; finish the run first: {_repeat(result)}")
+    if not (result.finished and (result.path / "policy" / "config.json").is_file()):
+        raise ValueError(f"{result.path} has no trained policy; finish the run first: {description.repeat(result)}")
     config = result.manifest["config"]
     model, tokenizer = result.policy()
     unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
@@ -166,126 +181,55 @@ def _prompt_of(task: dict) -> str:
 @runs_app.command("list")
 def list_runs() -> None:
     """All runs, oldest first."""
-    from nowait import runs
+    from nowait import description, runs
 
     rows = [["run", "status", "steps", "held-out reward", "started"]]
     for result in runs.listing():
         manifest = result.manifest
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["started"]))
-        rows.append([_name(result), result.status, *_progress_made(result), started])
+        rows.append([description.name(result), result.status, *description.progress(result), started])
     _print_aligned(rows)
 
 
 @runs_app.command()
 def show(run: Run, yaml: Annotated[bool, typer.Option("--yaml", help="print its resolved settings as a config file instead")] = False) -> None:
     """What a run did, and the exact command that repeats it."""
+    from nowait import description
+
     result = _find(run)
     if yaml:
-        from nowait.config import Experiment, to_yaml
+        from nowait.config import to_yaml
 
-        print(to_yaml(Experiment.model_validate(result.manifest["config"])), end="")
+        print(to_yaml(description.settings(result)), end="")
     else:
-        _print_aligned(_description(result))
+        _print_aligned(description.describe(result))
 
 
 @runs_app.command()
 def diff(a: Annotated[str, typer.Argument(metavar="RUN")], b: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
     """Settings, code, versions and results in which two runs differ."""
-    from nowait import config
+    from nowait import config, description
 
     left, right = _find(a), _find(b)
-    settings = config.diff(*(config.Experiment.model_validate(result.manifest["config"]) for result in (left, right)))
-    facts = zip(_facts(left), _facts(right), strict=True)
+    settings = config.diff(description.settings(left), description.settings(right))
+    facts = zip(description.facts(left), description.facts(right), strict=True)
     rows = [[key, str(x), str(y)] for key, x, y in [*settings, *((key, x, y) for (key, x), (_, y) in facts)] if x != y]
-    _print_aligned([["", _name(left), _name(right)], *rows])
-
-
-def _facts(result: RunResult) -> list[tuple[str, Any]]:
-    """What can differ between runs beside their settings."""
-    manifest, (steps, reward) = result.manifest, _progress_made(result)
-    facts = [(key, manifest[key]) for key in ("seed", "code", "commit", "status")]
-    return [*facts, *manifest["versions"].items(), ("steps", steps), ("held-out reward", reward)]
+    _print_aligned([["", description.name(left), description.name(right)], *rows])
 
 
 def _find(text: str) -> RunResult:
     """The run in folder `text`, else the only one whose path under runs/, name or hash begins with it."""
-    from nowait import runs
+    from nowait import description, runs
 
     if (Path(text) / "manifest.json").is_file():
         return runs.RunResult(Path(text))
     listed = runs.listing()
-    found = [r for r in listed if any(name.startswith(text) for name in (_name(r), r.path.name, r.manifest["hash"]))]
+    found = [r for r in listed if any(name.startswith(text) for name in (description.name(r), r.path.name, r.manifest["hash"]))]
     if len(found) == 1:
         return found[0]
-    names = "\n  ".join(_name(r) for r in found or listed)
+    names = "\n  ".join(description.name(r) for r in found or listed)
     what = f"{len(found)} runs begin with {text!r}; give more of the name" if found else f"no run {text!r}"
     raise ValueError(f"{what}:\n  {names}" if names else f"{what}: there are none in {runs.root()}; `nowait train` makes one")
-
-
-def _name(result: RunResult) -> str:
-    """Path under the folder of all runs, or the whole path of a run elsewhere."""
-    from nowait import runs
-
-    root = runs.root()
-    return (result.path.relative_to(root) if result.path.is_relative_to(root) else result.path).as_posix()
-
-
-def _progress_made(result: RunResult) -> tuple[str, str]:
-    """Steps done of those wanted, and the last held-out reward with its standard error."""
-    steps = result.manifest["config"]["schedule"]["steps"]
-    if not (result.path / "metrics.jsonl").is_file() or (metrics := result.metrics).empty:
-        return f"0/{steps}", "-"
-    evaluations = metrics.dropna(subset="eval/reward") if "eval/reward" in metrics else metrics.iloc[:0]
-    reward = "{eval/reward:.3f} ± {eval/se:.3f}".format(**evaluations.iloc[-1]) if len(evaluations) else "-"
-    return f"{metrics['step'].max()}/{steps}", reward
-
-
-def _description(result: RunResult) -> list[list[str]]:
-    manifest, (steps, reward) = result.manifest, _progress_made(result)
-    seconds = f", {manifest['ended'] - manifest['started']:.0f} s" if "ended" in manifest else ""
-    return [
-        ["run", str(result.path)],
-        ["what", f"{manifest['name']} at scale {manifest['scale']}, method {manifest['method']}, seed {manifest['seed']}"],
-        ["title", manifest["config"]["title"]],
-        ["status", f"{result.status}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
-        ["held out", f"reward {reward}"],
-        ["code", f"commit {manifest['commit']}, digest {manifest['code']}{_changed(manifest)}"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())],
-        ["repeat", _repeat(result)],
-    ]
-
-
-def _changed(manifest: dict) -> str:
-    from nowait.runs import code_digest
-
-    return "" if manifest["code"] == code_digest() else f" (here: {code_digest()}, so repeating it can give other numbers)"
-
-
-def _repeat(result: RunResult) -> str:
-    """The command that trains the run again: its config file with overrides if that gives its exact settings, else its settings as a file."""
-    from nowait.config import ConfigError, Experiment, diff, digest, load
-
-    experiment, seed = Experiment.model_validate(result.manifest["config"]), result.manifest["seed"]
-    choice = {"scale": experiment.scale, "method": experiment.method}
-    try:
-        overrides = [f"{key}={value}" for key, value in _settings(experiment, diff(load(experiment.name, **choice), experiment))]
-        if digest(load(experiment.name, overrides=overrides, **choice)) == digest(experiment):
-            options = [word for name, value in {**choice, "seed": str(seed)}.items() for word in (f"--{name}", value)]
-            return shlex.join(["nowait", "train", experiment.name, *options, *(word for text in overrides for word in ("--set", text))])
-    except ConfigError:
-        pass
-    return f"nowait runs show {shlex.quote(str(result.path))} --yaml > settings.yaml && nowait train settings.yaml --seed {seed}"
-
-
-def _settings(experiment, changes: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, str]]:
-    """Each changed key that an override can set (a table such as task.options whole), with the experiment's value as YAML."""
-    from nowait.config import KEYS
-
-    for field in dict.fromkeys(next(k for k in KEYS if f"{key}.".startswith(f"{k}.")) for key, *_ in changes):
-        value = experiment.model_dump(mode="json")
-        for part in field.split("."):
-            value = value[part]
-        yield field, json.dumps(value, ensure_ascii=False)
 
 
 @app.command()

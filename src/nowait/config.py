@@ -166,8 +166,11 @@ def conflicts(x: Experiment) -> list[Problem]:
     slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
     group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
     full = "the learner scores tokens under the full softmax, so training samples from it"
+    folders = "write words joined by /, as in my/setup1"
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
+        (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
+        (not _names_folders(x.scale), "scale", f"{x.scale!r} cannot name a folder under runs/", folders),
         (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
         (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
         (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
@@ -176,10 +179,16 @@ def conflicts(x: Experiment) -> list[Problem]:
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
         (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_schedule_rules(x),
     ]
     return [Problem(*rest) for broken, *rest in rules if broken]
+
+
+def _names_folders(text: str) -> bool:
+    """Whether a text is a path that stays below the folder it is appended to."""
+    return all(part.strip(". ") and part.isprintable() and len(part) <= 100 for part in text.split("/"))
 
 
 def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
@@ -230,7 +239,8 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
     scales, variants = document.get("scales", {}), document.get("variants", {})
     if "scale" in base and scale not in (None, base["scale"]):
         raise ConfigError([Problem("scale", f"this file is already resolved at {base['scale']!r}", f"drop scale={scale!r} or load its source")], file)
-    scale = scale or base.get("scale") or ("cpu" if scales else "paper")
+    if scale is None:
+        scale = base.get("scale", "cpu" if scales else "paper")
     layers = Layers(KEYS)
     layers.merge(base, "")
     if variant is not None:

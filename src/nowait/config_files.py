@@ -77,14 +77,17 @@ def find(path: str | Path) -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The settings of a YAML file. Raises ConfigError for bad YAML, a repeated key, or a number that YAML takes for text."""
+    """The settings of a YAML file. Raises ConfigError for a file that is no text, bad YAML, a repeated key, or a number that YAML takes for text."""
     try:
         document = yaml.load(file.read_text(encoding="utf-8"), _FileLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("file", f"cannot be read: {error}", "give a YAML file in UTF-8 that you may read")], file) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError([Problem(f"line {mark.line + 1}" if mark else "YAML", _reason(error), "correct the YAML")], file) from None
     if not isinstance(document, dict):
-        raise ConfigError([Problem("YAML", f"holds {type(document).__name__}, not settings", "write `key: value` lines")], file)
+        held = "nothing" if document is None else type(document).__name__
+        raise ConfigError([Problem("YAML", f"holds {held}, not settings", "write `key: value` lines")], file)
     if problems := list(_exponents(document, "")):
         raise ConfigError(problems, file)
     return document

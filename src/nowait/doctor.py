@@ -94,4 +94,6 @@ def _folder() -> Check:
     root = runs.root()
     there = next(folder for folder in (root, *root.resolve().parents) if folder.is_dir())
     text = f"{root}, {shutil.disk_usage(there).free / 1e9:.0f} GB free"
+    if root.exists() and not root.is_dir():
+        return Check("runs", text, f"{root} is not a folder: set NOWAIT_RUNS to one")
     return Check("runs", text, None if os.access(there, os.W_OK) else f"{there} cannot be written: set NOWAIT_RUNS to another folder")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import time
@@ -121,7 +122,11 @@ def _papermill(notebook: Path, output: Path, parameters: dict) -> None:
         where, cause = f"notebook {notebook}, In [{error.exec_count}]", f"{error.ename}: {error.evalue}"
         raise runs.RunFailed(f"{where}: {cause}\nEverything up to there is in {output}; run the same command again to continue") from error
     except (CellTimeoutError, DeadKernelError) as error:
-        raise runs.RunFailed(f"notebook {notebook}: {error}\nEverything up to there is in {output}") from error
+        what = f"notebook {notebook}: {error} (a kernel dies when it is killed or out of memory)"
+        raise runs.RunFailed(f"{what}\nEverything up to there is in {output}; run the same command again to continue") from error
+    except KeyboardInterrupt:
+        logging.getLogger("asyncio").disabled = True  # at exit it would print the traceback of a task that nbclient leaves behind
+        raise
 
 
 def _sha256(file: Path) -> str:

@@ -6,25 +6,22 @@ Reading runs needs no torch.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import fcntl
-import functools
-import hashlib
-import importlib.util
 import json
 import os
 import platform
 import queue
 import shutil
-import subprocess
+import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,132 +31,20 @@ import pandas as pd
 
 from nowait import checkpoint
 from nowait.config import Experiment
-from nowait.runtime.device import event_loop
+from nowait.identity import code_digest, commit, run_hash
+from nowait.results import RunResult, find, folder, listing, root  # noqa: F401, reading runs is part of this module's interface
+from nowait.runtime.device import _leave_with, event_loop
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
-from nowait.tracking import Tracker, cut_unfinished_line, read_metrics
+from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines, read_metrics
 
-VERSIONED = ("algorithms", "workers", "runtime", "schedules", "tasks", "batch.py", "training.py")  # code that decides a run's results
 PACKAGES = ("torch", "transformers", "numpy")
 CHECKPOINTS_KEPT = 2
+SEEDS = range(2**63)  # what every generator of random numbers takes
 
 
 class RunFailed(RuntimeError):
     """A run stopped; the message names the run, the step, the cause and what to do."""
-
-
-class RunResult:
-    """What a run left behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-
-    @property
-    def manifest(self) -> dict:
-        return json.loads((self.path / "manifest.json").read_text())
-
-    @property
-    def status(self) -> str:
-        """finished, failed, running, or killed: noted as running and held by no process."""
-        noted = self.manifest["status"] if (self.path / "manifest.json").exists() else "empty"
-        return "killed" if noted == "running" and not _held(self.path) else noted
-
-    @property
-    def finished(self) -> bool:
-        return self.status == "finished"
-
-    @functools.cached_property
-    def metrics(self) -> pd.DataFrame:
-        """One row per training step; column `step` counts finished steps (row 0: the evaluation before the first)."""
-        return read_metrics(self.path / "metrics.jsonl")
-
-    @functools.cached_property
-    def evaluations(self) -> pd.DataFrame:
-        """Columns step, set, row (the prompt), reward (mean over its samples)."""
-        last: dict[tuple[int, str], list] = {}
-        file = self.path / "evaluations.jsonl"  # missing where nothing was evaluated
-        for line in file.read_text().splitlines() if file.exists() else []:
-            record = json.loads(line)
-            last[record["step"], record["set"]] = record["rewards"]
-        frames = [pd.DataFrame({"step": s, "set": n, "row": range(len(r)), "reward": r}) for (s, n), r in sorted(last.items())]
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["step", "set", "row", "reward"])
-
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        return Timeline.load(self.path / "timeline.jsonl")
-
-    def policy(self):
-        """The trained model and its tokenizer (needs torch)."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        return AutoModelForCausalLM.from_pretrained(self.path / "policy").eval(), AutoTokenizer.from_pretrained(self.path / "policy")
-
-
-def root() -> Path:
-    """Folder of all runs: $NOWAIT_RUNS, or runs/ beside the nearest pyproject.toml above the working directory, else here."""
-    if configured := os.environ.get("NOWAIT_RUNS"):
-        return Path(configured)
-    here = Path.cwd()
-    return next((p / "runs" for p in (here, *here.parents) if (p / "pyproject.toml").exists()), here / "runs")
-
-
-def code_digest() -> str:
-    """SHA-256 (12 digits) of the modules that decide a run's results; comments and layout do not count."""
-    package = Path(__file__).parent
-    files = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
-    return _code_digest(tuple((f.relative_to(package).as_posix(), f, f.stat().st_mtime_ns) for f in files))
-
-
-@functools.lru_cache(maxsize=4)
-def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
-    h = hashlib.sha256()
-    for name, file, _ in files:
-        h.update(f"{name}\0{ast.dump(ast.parse(file.read_bytes()))}".encode())
-    return h.hexdigest()[:12]
-
-
-def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
-    tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
-    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
-    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _model_digest(path: str) -> str:
-    """SHA-256 of the weights: from the manifest of a shipped policy, of the files in a folder; empty for a hub name."""
-    if path.startswith("asset:"):
-        manifest = Path(__file__).parent / "data" / path.removeprefix("asset:") / "manifest.json"
-        return json.loads(manifest.read_text())["sha256"] if manifest.exists() else ""
-    return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
-
-
-def _task_digest(name: str) -> str:
-    """SHA-256 of the module behind `module:function`; empty for a built-in task."""
-    module = name.partition(":")[0] if ":" in name else ""
-    spec = importlib.util.find_spec(module) if module else None
-    return _file_digest(Path(spec.origin), Path(spec.origin).stat().st_mtime_ns) if spec and spec.origin else ""
-
-
-@functools.lru_cache(maxsize=64)
-def _file_digest(file: Path, changed: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def folder(experiment: Experiment, seed: int) -> Path:
-    return root() / experiment.name / experiment.scale / f"{experiment.method}-seed{seed}-{run_hash(experiment, seed)}"
-
-
-def find(experiment: Experiment, seed: int) -> RunResult | None:
-    """The finished run of this experiment and seed, if there is one."""
-    result = RunResult(folder(experiment, seed))
-    return result if result.finished else None
-
-
-def listing() -> list[RunResult]:
-    """All runs under the root, oldest first."""
-    return sorted((RunResult(p.parent) for p in root().rglob("manifest.json")), key=lambda r: r.manifest["started"])
 
 
 def steps(
@@ -202,43 +87,61 @@ def steps(
         stop.set()
         if not clock.virtual and running and thread.is_alive():
             loop, task = running[0]
-            with _ignored(RuntimeError):  # the loop has just closed
+            with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(task.cancel)
         while thread.is_alive():  # let a record that waits to be handed over go
-            with _ignored(queue.Empty):
+            with suppress(queue.Empty):
                 records.get(timeout=0.1)
         thread.join()
-
-
-@contextmanager
-def _ignored(error: type[BaseException]):
-    try:
-        yield
-    except error:
-        pass
 
 
 def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb: bool = True) -> RunResult:
     """Train to the end and return what was recorded; a finished run of equal hash is returned as it is, an unfinished one continued.
 
-    Raises `RunFailed`; what was recorded until then stays in the folder.
+    Raises `RunFailed`, and ValueError for a seed that is none; what was recorded until then stays in the folder.
     """
+    if type(seed) is not int or seed not in SEEDS:
+        raise ValueError(f"seed {seed!r}: choose a whole number from 0 to {SEEDS[-1]}")
     path = Path(out) if out else folder(experiment, seed)
+    if result := _finished(path, experiment, seed):  # also where nothing can be written
+        return result
     with _claimed(path):
-        result = RunResult(path)
-        if (path / "manifest.json").exists() and result.manifest["hash"] != run_hash(experiment, seed):
-            held = f"{result.manifest['method']}, seed {result.manifest['seed']}"
-            raise RunFailed(f"{path} holds a run of other settings, seed or code ({held}): choose another folder")
-        if result.finished:
+        if result := _finished(path, experiment, seed):  # by another process, meanwhile
             return result
         done = 0
         try:
             saved = checkpoint.latest(path / "checkpoint")
-            done = saved[0] if saved else 0
+            if saved:
+                done = saved[0]
+                _check_records(path, done)
             _train(path, experiment, seed, saved[1] if saved else None, use_wandb)
         except BaseException as error:
             _fail(path, experiment, error, max(done, _recorded(path)))
     return RunResult(path)
+
+
+def _finished(path: Path, experiment: Experiment, seed: int) -> RunResult | None:
+    """The run in a folder if it is finished. Raises RunFailed for that of another experiment."""
+    if not (path / "manifest.json").exists():
+        return None
+    manifest = RunResult(path).manifest
+    if manifest["hash"] != run_hash(experiment, seed):
+        held = f"{manifest['method']}, seed {manifest['seed']}"
+        raise RunFailed(f"{path} holds a run of other settings, seed or code ({held}): choose another folder")
+    return RunResult(path) if manifest["status"] == "finished" else None
+
+
+def _check_records(path: Path, done: int) -> None:
+    """Raise ValueError where a step up to the checkpoint of step `done` is not recorded: resuming would leave the hole for good."""
+    result = RunResult(path)
+    metrics = result.metrics if (path / "metrics.jsonl").exists() else pd.DataFrame({"step": []})
+    metrics = metrics[metrics["step"] <= done]
+    evaluated = metrics["step"][metrics["eval/reward"].notna()] if "eval/reward" in metrics else []
+    lost = {"metrics.jsonl": set(range(1, done + 1)) - set(metrics["step"]), "evaluations.jsonl": set(evaluated) - set(result.evaluations["step"])}
+    for name, steps_lost in lost.items():
+        if steps_lost:
+            remedy = f"Restore the file; or delete {path / 'checkpoint'}, to train from the beginning"
+            raise ValueError(f"{path / name} lacks step {min(steps_lost)}, which the checkpoint of step {done} is past. {remedy}")
 
 
 def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool) -> None:
@@ -255,15 +158,19 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
             tracker.log(record.step, record.metrics)
             for name, rewards in record.rewards.items():
                 means = [round(float(np.nanmean(row)), 6) if np.isfinite(row).any() else None for row in rewards]
-                _append(path / "evaluations.jsonl", json.dumps({"step": record.step, "set": name, "rewards": means}) + "\n")
-            written = timeline.append_to(path / "timeline.jsonl", written)
+                with _disk(path / "evaluations.jsonl") as file, file.open("ab", buffering=0) as opened:
+                    append_line(opened, {"step": record.step, "set": name, "rewards": means})
+            with _disk(path / "timeline.jsonl") as file:
+                written = timeline.append_to(file, written)
             if record.state is not None and record.step < experiment.schedule.steps:
+                _make_durable(path)  # a checkpoint must not outlive the records of its steps
                 checkpoint.save(path / "checkpoint", record.step, record.state)
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
         ok = True
     finally:
         tracker.close(failed=not ok)
-    _copy_tokenizer(experiment, path / "policy")
+    with _disk(path / "policy"):
+        _copy_tokenizer(experiment, path / "policy")
     _write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
 
@@ -276,19 +183,30 @@ def _copy_tokenizer(experiment: Experiment, target: Path) -> None:
 
 def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -> None:
     """Note the failure in the manifest and raise it as one message."""
-    cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-    with _ignored(OSError):
+    cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}{_users_line(error)}"
+    with suppress(Exception):
         _write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    if isinstance(error, KeyboardInterrupt):
         raise error
-    saved = checkpoint.latest(path / "checkpoint") if (path / "checkpoint").exists() else None
-    again = f"continues after step {saved[0]}" if saved else "starts at step 0 again, for want of a checkpoint (schedule.checkpoint_every)"
-    advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay. Run the same command again: it {again}"
+    advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay"
+    with suppress(RuntimeError):  # no checkpoint can be read, as the cause says
+        saved = checkpoint.latest(path / "checkpoint")
+        again = f"continues after step {saved[0]}" if saved else "starts at step 0 again, for want of a checkpoint (schedule.checkpoint_every)"
+        advice += f". Run the same command again: it {again}"
+    if "No space left" in cause and "free disk space" not in cause:
+        advice += f". Before that, free space under {path} and {tempfile.gettempdir()}"
     raise RunFailed(f"run {experiment.name} ({experiment.method}) stopped after step {done}: {cause}\n{advice}") from error
 
 
+def _users_line(error: BaseException) -> str:
+    """Where in code of the user's own an error arose; empty where it arose in none."""
+    known = (str(Path(__file__).parent), "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(known)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
 def _recorded(path: Path) -> int:
-    with _ignored(Exception):
+    with suppress(Exception):
         return int(read_metrics(path / "metrics.jsonl")["step"].max())
     return 0
 
@@ -310,24 +228,11 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
     }
 
 
-@functools.cache
-def commit() -> str:
-    """Commit of the source checkout, with a + where files differ from it; "unknown" outside one."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", str(here)) else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
 def _write(path: Path, content: dict) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    with _disk(path):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(path)
 
 
 def _trim(path: Path, before: int | None = None) -> None:
@@ -337,25 +242,22 @@ def _trim(path: Path, before: int | None = None) -> None:
     with path.open("r+b") as file:
         cut_unfinished_line(file)
     if before is not None:
-        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < before]
-        path.write_text("".join(kept))
+        path.write_text("".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] < before))
 
 
-def _append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
+def _make_durable(path: Path) -> None:
+    for file in path.glob("*.jsonl"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
 
 
-def _held(path: Path) -> bool:
-    """Whether a process works in a run folder."""
+@contextmanager
+def _disk(path: Path) -> Iterator[Path]:
+    """A block that writes to `path`; where the disk refuses, the error says what to do."""
     try:
-        with (path / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+        yield path
+    except OSError as error:
+        raise checkpoint.cannot_write(path.name, path.parent, error) from error
 
 
 @contextmanager
@@ -386,7 +288,7 @@ def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool
     from tqdm.auto import tqdm
 
     threads = max(e.runtime.threads for e, _ in missing)
-    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_set_threads, initargs=(threads,))
+    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(threads, os.getpid()))
     futures = {pool.submit(_run_in_worker, e, seed, use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:
@@ -412,13 +314,19 @@ def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool
 
 def _lines(path: Path) -> int:
     """Training steps recorded so far (an evaluation before the first step is a line as well)."""
-    with _ignored(OSError):
+    with suppress(OSError):
         return max(0, (path / "metrics.jsonl").read_bytes().count(b"\n") - 1)
     return 0
 
 
-def _set_threads(count: int) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(count)  # read when torch is imported
+def _start_worker(threads: int, parent: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent has died without telling it, as a killed one does."""
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 
 
 def _run_in_worker(experiment: Experiment, seed: int, use_wandb: bool) -> None:

@@ -87,10 +87,17 @@ def read(namespace: dict[str, Any]) -> Plan:
     problems = [Problem(name, "is no parameter of this notebook", _meant(name, list(defaults))) for name in injected if name not in defaults]
     texts = [name for name, default in defaults.items() if isinstance(default, list | bool) and type(namespace[name]) is not type(default)]
     problems += [Problem(name, f"got {namespace[name]!r}", f"for papermill, write -y '{name}: {json.dumps(defaults[name])}'") for name in texts]
+    problems += [] if texts else _unusable(namespace["configs"], namespace["seeds"])
     if problems:
         raise ConfigError(problems, "parameters")
     shared = ("configs", "scale", "seeds", "overrides", "interactive")
     return Plan(**{name: namespace[name] for name in shared}, knobs={name: namespace[name] for name in KNOBS if name in defaults})
+
+
+def _unusable(configs: list, seeds: list) -> list[Problem]:
+    wrong_seeds = not seeds or not all(type(seed) is int and seed in runs.SEEDS for seed in seeds)
+    problems = [Problem("seeds", f"got {seeds!r}", "write one whole number >= 0 or several, as in [1, 2]")] if wrong_seeds else []
+    return problems + ([] if configs else [Problem("configs", "got []", "write one config or several, as in [a3po/setup1]")])
 
 
 def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
@@ -117,7 +124,7 @@ def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: 
     key = json.dumps([kind, hashes, options, Path(bench.__file__).read_text()], sort_keys=True)
     path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not path.is_file():
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=runs.end_with, initargs=(os.getpid(),)) as pool:
             result = pool.submit(getattr(bench, kind), subject, **options).result()
         configs = {f"bench/{tables.setup(e.name)}/{method}": digest(e) for method, e in several.items()}
         record = {"seeds": result["seeds"], "code": [runs.code_digest()], "config": configs}

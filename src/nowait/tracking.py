@@ -98,6 +98,18 @@ def cut_unfinished_line(file: BinaryIO) -> None:
         file.truncate(len(complete + newline))
 
 
+def append_line(file: BinaryIO, record: dict[str, Any]) -> None:
+    """Append a record to an unbuffered file of JSON lines: the whole line or, where the disk refuses, nothing."""
+    line, end = json.dumps(record, allow_nan=False).encode() + b"\n", file.seek(0, os.SEEK_END)
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
+
+
 class Tracker:
     """Writes the metrics of the run in `folder`; constructed again in the same folder, it goes on with the same file and wandb run.
 
@@ -123,13 +135,9 @@ class Tracker:
         """Append the metrics of `step`: numbers, strings, lists. Raises FloatingPointError on NaN or infinity, see `may_be_nan`."""
         self.step = step
         record = {"step": step} | {key: self._checked(key, value, metrics) for key, value in metrics.items()}
-        line, end = json.dumps(record, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            append_line(self._file, record)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
             raise cannot_write(f"the metrics of step {step} to {self.path.name}", self.folder, error) from error
         if self._run:
             self._mirror(lambda: self._run.log(self._payload(record)))
@@ -213,17 +221,27 @@ def read_metrics(path: Path) -> pd.DataFrame:
 
     An unfinished last line is left out; any other line that is not a record raises ValueError with its number.
     """
-    records: dict[int, dict[str, Any]] = {}
-    lines = Path(path).read_bytes().split(b"\n")
+    records = {r["step"]: {key: math.nan if value is None else value for key, value in r.items()} for r in read_lines(path)}
+    return pd.DataFrame([records[step] for step in sorted(records)], columns=None if records else ["step"])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, each of which has a `step`.
+
+    An unfinished last line is left out; any other line that is not such a record raises ValueError with its number.
+    """
+    records, lines = [], Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not _is_json(line):
             break
         try:
             record = json.loads(line)
-            records[record["step"]] = {key: math.nan if value is None else value for key, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number} is not a record of metrics: {line[:60]!r}. Delete the line, or restore the file") from error
-    return pd.DataFrame([records[step] for step in sorted(records)], columns=None if records else ["step"])
+            if not isinstance(record["step"], int):
+                raise TypeError("a step is a whole number")
+            records.append(record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is not a record of a run: {line[:60]!r}. Delete the line, or restore the file") from error
+    return records
 
 
 def metrics_table() -> str:

@@ -1,0 +1,98 @@
+"""What the command line says about a run, and the command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nowait.config import KEYS, ConfigError, Experiment, diff, digest, load
+from nowait.identity import code_digest
+from nowait.results import RunResult, root
+
+
+def name(result: RunResult) -> str:
+    """Path under the folder of all runs, or the whole path of a run elsewhere."""
+    return (result.path.relative_to(root()) if result.path.is_relative_to(root()) else result.path).as_posix()
+
+
+def settings(result: RunResult) -> Experiment:
+    """The settings of a run, which another version of this package may have written."""
+    manifest = result.manifest
+    try:
+        return Experiment.model_validate(manifest["config"])
+    except ValueError as error:
+        raise ValueError(f"{result.path}: this version of nowait has other settings; commit {manifest['commit']} reads those of the run") from error
+
+
+def facts(result: RunResult) -> list[tuple[str, Any]]:
+    """What can differ between runs beside their settings."""
+    manifest, (steps, reward) = result.manifest, progress(result)
+    return [
+        *((key, manifest[key]) for key in ("seed", "code", "commit", "status")),
+        *manifest["versions"].items(),
+        ("steps", steps),
+        ("held-out reward", reward),
+    ]
+
+
+def progress(result: RunResult) -> tuple[str, str]:
+    """Steps done of those wanted, and the last held-out reward with its standard error."""
+    steps = result.manifest["config"]["schedule"]["steps"]
+    try:
+        if not (result.path / "metrics.jsonl").is_file() or (metrics := result.metrics).empty:
+            return f"0/{steps}", "-"
+    except ValueError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return f"?/{steps}", "-"
+    evaluations = metrics.dropna(subset="eval/reward") if "eval/reward" in metrics else metrics.iloc[:0]
+    reward = "{eval/reward:.3f} ± {eval/se:.3f}".format(**evaluations.iloc[-1]) if len(evaluations) else "-"
+    return f"{metrics['step'].max()}/{steps}", reward
+
+
+def describe(result: RunResult) -> list[list[str]]:
+    """What a run did, in rows of a label and its text."""
+    manifest, (steps, reward) = result.manifest, progress(result)
+    seconds = f", {manifest['ended'] - manifest['started']:.0f} s" if "ended" in manifest else ""
+    return [
+        ["run", str(result.path)],
+        ["what", f"{manifest['name']} at scale {manifest['scale']}, method {manifest['method']}, seed {manifest['seed']}"],
+        ["title", manifest["config"]["title"]],
+        ["status", f"{result.status}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
+        ["held out", f"reward {reward}"],
+        ["code", f"commit {manifest['commit']}, digest {manifest['code']}{_changed(manifest)}"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())],
+        ["repeat", repeat(result)],
+    ]
+
+
+def _changed(manifest: dict) -> str:
+    return "" if manifest["code"] == code_digest() else f" (here: {code_digest()}, so repeating it can give other numbers)"
+
+
+def repeat(result: RunResult) -> str:
+    """The command that trains the run again: its config file with overrides if that gives its exact settings, else its settings as a file."""
+    try:
+        experiment, seed = settings(result), result.manifest["seed"]
+    except ValueError as error:
+        return str(error)
+    choice = {"scale": experiment.scale, "method": experiment.method}
+    try:
+        overrides = [f"{key}={value}" for key, value in _overrides(experiment, diff(load(experiment.name, **choice), experiment))]
+        if digest(load(experiment.name, overrides=overrides, **choice)) == digest(experiment):
+            options = [word for name, value in {**choice, "seed": str(seed)}.items() for word in (f"--{name}", value)]
+            return shlex.join(["nowait", "train", experiment.name, *options, *(word for text in overrides for word in ("--set", text))])
+    except ConfigError:
+        pass
+    return f"nowait runs show {shlex.quote(str(result.path))} --yaml > settings.yaml && nowait train settings.yaml --seed {seed}"
+
+
+def _overrides(experiment: Experiment, changes: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, str]]:
+    """Each changed key that an override can set (a table such as task.options whole), with the experiment's value as YAML."""
+    for field in dict.fromkeys(next(k for k in KEYS if f"{key}.".startswith(f"{k}.")) for key, *_ in changes):
+        value = experiment.model_dump(mode="json")
+        for part in field.split("."):
+            value = value[part]
+        yield field, json.dumps(value, ensure_ascii=False)

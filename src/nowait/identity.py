@@ -1,0 +1,76 @@
+"""What makes two runs the same: settings, seed, code, initial model, and a user's own tasks."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+from nowait.config import Experiment
+
+VERSIONED = ("algorithms", "workers", "runtime", "schedules", "tasks", "batch.py", "training.py")  # code that decides a run's results
+
+
+def code_digest() -> str:
+    """SHA-256 (12 digits) of the modules that decide a run's results; comments and layout do not count."""
+    package = Path(__file__).parent
+    files = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    return _code_digest(tuple((f.relative_to(package).as_posix(), f, f.stat().st_mtime_ns) for f in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
+    h = hashlib.sha256()
+    for name, file, _ in files:
+        h.update(f"{name}\0{ast.dump(ast.parse(file.read_bytes()))}".encode())
+    return h.hexdigest()[:12]
+
+
+def run_hash(experiment: Experiment, seed: int) -> str:
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
+    tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
+    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
+    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _model_digest(path: str) -> str:
+    """SHA-256 of the weights: from the manifest of a shipped policy, of the files in a folder; empty for a hub name."""
+    if path.startswith("asset:"):
+        manifest = Path(__file__).parent / "data" / path.removeprefix("asset:") / "manifest.json"
+        return json.loads(manifest.read_text())["sha256"] if manifest.exists() else ""
+    return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
+
+
+def _task_digest(name: str) -> str:
+    """SHA-256 of the module behind `module:function`; empty for a built-in task, and where there is no such file, which loading the task reports."""
+    module = name.partition(":")[0] if ":" in name else ""
+    try:
+        file = Path(importlib.util.find_spec(module).origin) if module else None
+        return _file_digest(file, file.stat().st_mtime_ns) if file else ""
+    except Exception:  # finding a module runs the code of its packages
+        return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _file_digest(file: Path, changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@functools.cache
+def commit() -> str:
+    """Commit of the source checkout, with a + where files differ from it; "unknown" outside one."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
