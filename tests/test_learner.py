@@ -223,6 +223,16 @@ def test_diagnostic_logs_how_far_each_approximation_is_from_the_recomputed_ancho
     assert 0 < linear < behave and reuse == pytest.approx(0, abs=1e-6)  # one minibatch: theta is the anchor
 
 
+def test_the_gap_between_sampler_and_learner_is_that_of_fresh_tokens_before_the_first_optimiser_step(tiny, fresh):
+    worker = learner(tiny, "behave", minibatches=4, lr=0.03)
+    shifted = dataclasses.replace(fresh, logp_behav=worker.logp(fresh) - 0.25)
+    seen = learner(tiny, "behave", minibatches=1).update(shifted)["sampler_gap"]
+    assert seen == pytest.approx(0.25, abs=1e-6)
+    first = dataclasses.replace(shifted, logp_behav=np.where(shifted.version == 0, shifted.logp_behav, 9))
+    assert worker.update(first)["sampler_gap"] == pytest.approx(0.25, abs=1e-6)  # of the first of four minibatches
+    assert "sampler_gap" not in worker.update(dataclasses.replace(shifted, step=1))  # stale: the policy may have moved
+
+
 def test_padding_has_no_influence_whatever_stands_there(tiny):
     fresh = rewarded(generate(HFSampler(tiny, slots=18, capacity=64, seed=1), requests(9, limit=3)))  # prompts of very different lengths
     rows, width = fresh.token.shape

@@ -115,7 +115,7 @@ def test_deviations_state_what_the_configs_hold():
     chains = " and of ".join(f"{options['operand_floor']} to {options['operand_cap']}" for options in lengths)
     asked = f"{second.evaluation.prompts} prompts with {second.evaluation.benchmark_samples} sample each"
     assert f"chains of {chains} operands, {asked}" in ours["benchmarks"]
-    assert f"RL (up to {second.task.options['operand_cap']})" in ours["benchmarks"]
+    assert f"RL sees (up to {second.task.options['operand_cap']})" in ours["benchmarks"]
 
 
 def test_numbers_figures_and_report_need_no_torch():

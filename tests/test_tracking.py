@@ -414,7 +414,7 @@ def test_the_table_names_exactly_the_metrics_that_training_writes():
     batch = Batch(0, column, column, row, column, row, column, row, row, column, column, column == 1)
     crew = Crew([], [], None, None, Timeline(), {"sampler": ["a"], "learner": ["b"]})
     written = set(describe(crew, batch, finish_stats(losses), (0.0, 1.0), 1.0, 0))
-    learner = {"train/entropy", "train/grad_norm", "train/lr", *(f"train/prox_abs_error/{x}" for x in ("loglinear", "linear", "behave", "reuse"))}
+    learner = {"train/entropy", "train/sampler_gap", "train/grad_norm", "train/lr", *(f"train/prox_abs_error/{x}" for x in ("loglinear", "linear", "behave", "reuse"))}
     assert set(METRICS) == written | learner | {"eval/reward", "eval/se", "eval/len_mean"}
 
 

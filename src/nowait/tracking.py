@@ -55,6 +55,12 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "train/prox_abs_error/linear": ("|linear - recomputed log-prob|, nats, mean over tokens", "-", "-", "compute_logp/linear/abs_error/avg"),
     "train/prox_abs_error/behave": ("|behav - recomputed log-prob|, nats, mean over tokens", "-", "-", "compute_logp/rollout/abs_error/avg"),
     "train/prox_abs_error/reuse": ("|theta - recomputed log-prob|, nats, mean over tokens", "-", "-", "-"),
+    "train/sampler_gap": (
+        "|sampler's - learner's log-prob| of tokens with d = 0 before the update, nats, mean; missing where there are none",
+        "sampling/sampling_logp_difference/mean",
+        "training/rollout_probs_diff_mean (of probabilities)",
+        "-",
+    ),
     "train/grad_norm": ("gradient norm before clipping, mean over optimiser steps", "grad_norm", "actor/grad_norm", "-"),
     "train/lr": ("learning rate", "lr", "actor/lr", "-"),
     "stale/d_mean": ("training steps between sampling and update, mean over tokens", "-", "-", "version_stats/sample_staleness_theta_avg"),

@@ -115,6 +115,8 @@ class HFLearner:
         for name in ("entropy", *(f"prox_abs_error/{a}" for a in ("loglinear", "linear", "behave", "reuse"))):
             if f"{name}_sum" in sums:
                 stats[name] = float(sums[f"{name}_sum"]) / stats["tokens"] if stats["tokens"] else float("nan")
+        if sums.get("fresh_tokens_sum", 0):
+            stats["sampler_gap"] = float(sums["sampler_gap_sum"] / sums["fresh_tokens_sum"])
         return stats | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
 
     def publish(self) -> Weights:
@@ -188,6 +190,9 @@ class HFLearner:
         prox = None if step.logp_prox is None else torch.from_numpy(step.logp_prox[rows, :width])
         with self._naming_step():
             loss, stats = self._objective(theta, prox, behav, step.advantages[rows, :width], mask, denominator, torch.from_numpy(part.version))
+        if not step.norms:  # before the first optimiser step, what the sampler says of fresh tokens must be what the learner finds
+            fresh = mask & torch.from_numpy(part.version == self.version)
+            stats |= {"sampler_gap_sum": (theta.detach() - behav).abs().where(fresh, 0).double().sum(), "fresh_tokens_sum": fresh.double().sum()}
         return loss, stats | {"entropy_sum": entropy.where(mask, 0).double().sum()}
 
     @contextmanager
