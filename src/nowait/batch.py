@@ -68,6 +68,7 @@ class Batch:
     finish: np.ndarray  # uint8 [S]
     reward: np.ndarray  # float32 [S]
     keep: np.ndarray  # bool [S]: False drops the sequence from the loss (its grader failed)
+    logp_ref: np.ndarray | None = None  # float32 [S, T]: the reference model's log-probs, where there is one
 
     def __len__(self) -> int:
         return len(self.length)
@@ -80,9 +81,27 @@ class Batch:
     def rows(self, index: np.ndarray) -> Batch:
         """The sequences `index`, with padding trimmed to the longest of them."""
         longest, widest = int(self.length[index].max(initial=1)), int(self.prompt_length[index].max(initial=1))
-        cut = {"token": longest, "logp_behav": longest, "version": longest, "prompt": widest}
-        columns = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "step"}
+        cut = {"token": longest, "logp_behav": longest, "version": longest, "logp_ref": longest, "prompt": widest}
+        whole = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "step"}
+        columns = {name: column[index] for name, column in whole.items() if column is not None}
         return replace(self, **{k: v[:, : cut[k]] if k in cut else v for k, v in columns.items()})
+
+
+def join(rounds: list[Segments]) -> Segments:
+    """Several rounds as one: the tokens of a sequence one after the other, its latest finish reason, the version of the latest round."""
+    sequence = np.concatenate([s.sequence for s in rounds])
+    ids, last = np.unique(sequence[::-1], return_index=True)
+    lengths = np.concatenate([np.diff(s.offset) for s in rounds])
+    owner = np.repeat(np.searchsorted(ids, sequence), lengths)
+    order = np.argsort(owner, kind="stable")
+    return Segments(
+        sequence=ids,
+        offset=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(ids)))]).astype(np.int64),
+        token=np.concatenate([s.token for s in rounds])[order],
+        logp_behav=np.concatenate([s.logp_behav for s in rounds])[order],
+        finish=np.concatenate([s.finish for s in rounds])[::-1][last],
+        version=rounds[-1].version,
+    )
 
 
 def pad(rows: list[np.ndarray], fill, dtype) -> np.ndarray:
@@ -140,6 +159,20 @@ class Rollouts:
     def tokens(self) -> int:
         """Response tokens held: generated and not yet taken for training."""
         return sum(len(part) for s in self._sequences.values() for part in s.token)
+
+    def segments(self, requests: list[int]) -> Segments:
+        """All that the sequences of these requests hold, as if one round had brought it."""
+        sids = [s for r in requests for s in self.requests[r].sequences]
+        held = [self._sequences[s] for s in sids]
+        lengths = [sum(map(len, s.token)) for s in held]
+        return Segments(
+            sequence=np.array(sids, np.int64),
+            offset=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            token=np.concatenate([part for s in held for part in s.token]),
+            logp_behav=np.concatenate([part for s in held for part in s.logp]),
+            finish=np.array([s.finish for s in held], np.uint8),
+            version=max(int(part[-1]) for s in held for part in s.version if len(part)),
+        )
 
     def take(self, requests: list[int], step: int) -> Batch:
         """Remove complete requests and return them as the batch of training step `step`, rewards still to be filled in."""

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
+from nowait.config_rules import CUSTOM, METHODS, conflicts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -51,6 +52,15 @@ class SamplerConfig(Model):
     max_new_tokens: Positive = 96  # longest response, in tokens
 
 
+class RewardConfig(Model):
+    path: str | None = None  # hub name, folder or asset:<name> of a causal model with one label; None: the task's rule
+
+
+class CriticConfig(Model):
+    shared: bool = False  # a value head on the policy's own hidden states instead of a model of its own
+    path: str | None = None  # where a separate critic starts; None: at the policy's weights
+
+
 class LearnerConfig(Model):
     lr: NonNegative = 1e-4  # Adam step size, constant after warm-up
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # training steps of linear warm-up from 0
@@ -72,12 +82,35 @@ class AlgorithmConfig(Model):
     behav_weight_cap: AboveZero | None = 5.0  # C on rho = prox/behav; None: no cap
     cap_mode: Literal["mask", "clamp"] = "mask"  # mask: tokens above C leave the loss; clamp: rho = min(rho, C)
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c > 1: lower bound -c*A for negative advantages
+    advantage: Literal["group", "gae"] = "group"  # group: rewards relative to the other samples (GRPO); gae: by a critic (PPO)
     advantage_std: bool = True  # divide group-relative rewards by the group's standard deviation
     advantage_whiten: bool = True  # then normalise over the batch's tokens
+    gamma: Fraction = 1.0  # discount per token
+    lam: Fraction = 0.95  # of GAE
+    value_clip: AboveZero | None = 0.2  # new values stay this close to those before the update; None: no clipping
+    value_coef: NonNegative = 0.1  # weight of the value loss
+    kl_coef: NonNegative = 0.0  # beta: reward minus beta times the KL to the initial policy, per token; 0: no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: AboveZero | None = None  # nats per response that an adaptive beta aims at; None: beta is fixed
+    kl_horizon: Positive = 10_000  # responses over which the adaptive beta reacts
+
+
+class OverlapConfig(Model):
+    """Schedule kind overlapped (OPPO) only."""
+
+    intra: bool = True  # frozen models read a response while it is written
+    inter: bool = True  # B + Δ requests in flight, the first B complete ones are trained, the others carried over
+    rule: Literal["fixed", "slope", "algorithm1", "trend"] = "slope"  # how Δ follows the reward
+    delta: Annotated[int, Field(ge=0)] = 0  # Δ of the first step, in requests
+    delta_min: Annotated[int, Field(ge=0)] = 0
+    delta_max: Annotated[int, Field(ge=0)] = 0
+    window: Annotated[int, Field(ge=2)] = 10  # training steps whose rewards decide
+    chunk_candidates: list[Positive] = []  # tokens per decode round to be tried; empty: sampler.chunk always
+    chunk_period: Positive = 50  # training steps between two trials
 
 
 class ScheduleConfig(Model):
-    kind: Literal["synchronous", "colocated", "asynchronous"] = "asynchronous"
+    kind: Literal["synchronous", "colocated", "asynchronous", "overlapped"] = "asynchronous"
     steps: Positive = 100  # training steps
     batch_size: Positive = 16  # requests (prompts) per training step
     group_size: Positive = 8  # samples per request
@@ -106,6 +139,8 @@ class CostConfig(Model):
     prefill_token: NonNegative = 1.0e-5  # per token prefilled, on admission or after new weights
     forward_token: NonNegative = 2.0e-5  # per prompt or response token of a log-prob forward
     update_token: NonNegative = 8.0e-5  # per prompt or response token of an update, all epochs
+    reward_token: NonNegative = 5.0e-5  # per token that the reward model reads
+    reference_token: NonNegative = 2.0e-5  # per token that the reference model reads
     charge_forward: bool = False  # False: every anchor sees one timing, so that only the anchor differs
 
 
@@ -113,7 +148,7 @@ class RuntimeConfig(Model):
     executor: Literal["inline", "process"] = "inline"
     clock: Literal["wall", "model", "measured"] = "model"
     threads: Positive = 1  # torch threads per worker
-    placement: dict[str, list[Literal["sampler", "learner"]]] = {"a": ["sampler"], "b": ["learner"]}
+    placement: dict[str, list[Literal["sampler", "learner", "reward", "reference"]]] = {"a": ["sampler"], "b": ["learner"]}
     costs: CostConfig = CostConfig()
 
 
@@ -127,9 +162,12 @@ class Experiment(Model):
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
+    reward: RewardConfig = RewardConfig()
     learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    overlap: OverlapConfig = OverlapConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -138,80 +176,6 @@ class Experiment(Model):
         if problems := conflicts(self):
             raise ConfigError(problems)
         return self
-
-
-ASYNCHRONOUS = {"schedule.kind": "asynchronous"}
-# What each method of the A-3PO comparison changes; everything else is equal by construction.
-METHODS: dict[str, dict[str, object]] = {
-    "sync": {"schedule.kind": "synchronous", "schedule.max_staleness": 0, "algorithm.anchor": "behave"},
-    "sync_colocated": {
-        "schedule.kind": "colocated",
-        "schedule.max_staleness": 0,
-        "algorithm.anchor": "behave",
-        "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
-    },
-    "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
-    "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},
-    "loglinear_theta": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear", "algorithm.fresh": "theta"},
-    "linear": {**ASYNCHRONOUS, "algorithm.anchor": "linear"},
-    "behave": {**ASYNCHRONOUS, "algorithm.anchor": "behave"},
-    "reuse": {**ASYNCHRONOUS, "algorithm.anchor": "reuse", "learner.minibatches": 1},
-    "diagnostic": {**ASYNCHRONOUS, "algorithm.anchor": "diagnostic"},
-}
-CUSTOM = "custom"  # label of settings that are none of these
-
-
-def conflicts(x: Experiment) -> list[Problem]:
-    """Settings that are each valid and cannot be run together."""
-    slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
-    group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
-    full = "the learner scores tokens under the full softmax, so training samples from it"
-    folders = "write words joined by /, as in my/setup1"
-    one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
-    rules = [
-        (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
-        (not _names_folders(x.scale), "scale", f"{x.scale!r} cannot name a folder under runs/", folders),
-        (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
-        (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
-        (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
-        (group < 2, "schedule.group_size", "the group-relative reward of a single sample is always 0", "choose at least 2"),
-        (group > slots, "schedule.group_size", f"{group} samples of a request exceed the sampler's {slots} slots", "lower it or raise sampler.slots"),
-        (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
-        (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
-        (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
-        ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
-        ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
-        *_schedule_rules(x),
-    ]
-    return [Problem(*rest) for broken, *rest in rules if broken]
-
-
-def _names_folders(text: str) -> bool:
-    """Whether a text is a path that stays below the folder it is appended to."""
-    return all(part.strip(". ") and part.isprintable() and len(part) <= 100 for part in text.split("/"))
-
-
-def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
-    """(broken, key, what, remedy) of what each kind of schedule needs."""
-    kind, eta, anchor = x.schedule.kind, x.schedule.max_staleness, x.algorithm.anchor
-    devices, both = [sorted(workers) for workers in x.runtime.placement.values()], ["learner", "sampler"]
-    if kind == "colocated":
-        placed, wanted = devices == [both, both], "{a: [sampler, learner], b: [sampler, learner]}"
-    else:
-        placed, wanted = sorted(sum(devices, [])) == both, "{a: [sampler], b: [learner]}"
-    placement = (not placed, "runtime.placement", f"{kind} training cannot run on {x.runtime.placement}", f"set {wanted}")
-    if kind == "asynchronous":
-        blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline"
-        overlaps = "inline calls block each other, so nothing would overlap on the wall clock"
-        return [placement, (blocking, "runtime.executor", overlaps, "set process, or another runtime.clock")]
-    forward = kind == "colocated" and anchor in ("recompute", "ppo", "diagnostic")
-    interpolated = f"{anchor} interpolates by staleness, which is 0 in {kind} training"
-    return [
-        (eta > 0, "schedule.max_staleness", f"{kind} training has no stale tokens, so it cannot be {eta}", "set 0, or schedule.kind=asynchronous"),
-        (anchor in ("loglinear", "linear"), "algorithm.anchor", interpolated, "take behave (as method sync does), recompute, reuse or ppo"),
-        (forward, "algorithm.anchor", f"colocated training does not shard the forward pass that {anchor} needs", "take behave or reuse"),
-        placement,
-    ]
 
 
 def _keys(model: type[Model], prefix: str = "") -> Iterator[str]:

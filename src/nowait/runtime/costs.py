@@ -13,9 +13,12 @@ class LinearCosts:
 
     def __init__(self, rates) -> None:
         self.rates = rates
+        self._reading = {"reward": rates.reward_token, "reference": rates.reference_token}  # per token of prompt or response, which prefill returns
         self._tokens = self._minibatches = 0  # of the data-parallel update in progress: its later calls carry numbers only
 
     def __call__(self, worker: str, method: str, args: tuple, result: object) -> float:
+        if worker in self._reading:
+            return self._reading[worker] * result if method == "prefill" else 0.0
         if worker not in ("sampler", "learner") or method in FREE:
             return 0.0
         return getattr(self, method)(args, result)

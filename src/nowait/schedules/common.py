@@ -37,6 +37,7 @@ class Crew:
     prompts: Any  # next(count) -> list[Request], get_state, set_state
     timeline: Timeline
     devices: dict[str, list[str]]  # role -> device names
+    reference: Call | None = None
     evaluator: Call | None = None
     evaluations: dict[str, tuple[list[Request], Call]] = field(default_factory=dict)  # set -> requests and their scorer; "eval" is the regular one
     weights: Weights | None = None  # newest published

@@ -32,7 +32,9 @@ class Scorer(Protocol):
     """Reads responses while they are written (models) or at once (rules)."""
 
     def admit(self, requests: list[Request]) -> None: ...
-    def prefill(self, segments: Segments) -> None: ...
+    def prefill(self, segments: Segments) -> int | None:
+        """Read what is new of some responses. A model returns the number of tokens that it read, prompts included."""
+
     def finish(self, ids: list[int]) -> list:
         """Values of complete requests in the order of ids: n rewards each, or per-token log-probs for a reference."""
 

@@ -1,0 +1,127 @@
+"""What cannot be run although each setting is valid, and what the methods of the papers' comparisons change. `x` is a config.Experiment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nowait.config_files import Problem
+
+if TYPE_CHECKING:
+    from nowait.config import Experiment
+
+ASYNCHRONOUS = {"schedule.kind": "asynchronous"}
+OVERLAPPED = {"schedule.kind": "overlapped"}
+# What each method of the comparisons changes (A-3PO's, then OPPO's); everything else is equal by construction.
+METHODS: dict[str, dict[str, object]] = {
+    "sync": {"schedule.kind": "synchronous", "schedule.max_staleness": 0, "algorithm.anchor": "behave"},
+    "sync_colocated": {
+        "schedule.kind": "colocated",
+        "schedule.max_staleness": 0,
+        "algorithm.anchor": "behave",
+        "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
+    },
+    "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
+    "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},
+    "loglinear_theta": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear", "algorithm.fresh": "theta"},
+    "linear": {**ASYNCHRONOUS, "algorithm.anchor": "linear"},
+    "behave": {**ASYNCHRONOUS, "algorithm.anchor": "behave"},
+    "reuse": {**ASYNCHRONOUS, "algorithm.anchor": "reuse", "learner.minibatches": 1},
+    "diagnostic": {**ASYNCHRONOUS, "algorithm.anchor": "diagnostic"},
+    "sequential": {**OVERLAPPED, "overlap.intra": False, "overlap.inter": False},
+    "intra": {**OVERLAPPED, "overlap.intra": True, "overlap.inter": False},
+    "inter": {**OVERLAPPED, "overlap.intra": False, "overlap.inter": True},
+    "both": {**OVERLAPPED, "overlap.intra": True, "overlap.inter": True},
+}
+CUSTOM = "custom"  # label of settings that are none of these
+
+
+def conflicts(x: Experiment) -> list[Problem]:
+    """Settings that are each valid and cannot be run together."""
+    slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
+    group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
+    full = "the learner scores tokens under the full softmax, so training samples from it"
+    folders = "write words joined by /, as in my/setup1"
+    one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
+    rules = [
+        (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
+        (not _names_folders(x.scale), "scale", f"{x.scale!r} cannot name a folder under runs/", folders),
+        (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
+        (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
+        (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
+        (
+            group < 2 and x.algorithm.advantage == "group",
+            "schedule.group_size",
+            "the group-relative reward of a single sample is always 0",
+            "choose at least 2",
+        ),
+        (group > slots, "schedule.group_size", f"{group} samples of a request exceed the sampler's {slots} slots", "lower it or raise sampler.slots"),
+        (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
+        (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
+        ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
+        *_schedule_rules(x),
+    ]
+    return [Problem(*rest) for broken, *rest in rules if broken]
+
+
+def _names_folders(text: str) -> bool:
+    """Whether a text is a path that stays below the folder it is appended to."""
+    return all(part.strip(". ") and part.isprintable() and len(part) <= 100 for part in text.split("/"))
+
+
+def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
+    """(broken, key, what, remedy) of what each kind of schedule needs."""
+    kind, eta, anchor = x.schedule.kind, x.schedule.max_staleness, x.algorithm.anchor
+    if kind == "overlapped":
+        return _overlap_rules(x)
+    frozen = [
+        (x.reward.path is not None, "reward.path"),
+        (x.algorithm.kl_coef > 0, "algorithm.kl_coef"),
+        (x.algorithm.advantage == "gae", "algorithm.advantage"),
+    ]
+    misplaced = [(used, key, f"{kind} training has no reward model, reference or critic", "set schedule.kind=overlapped") for used, key in frozen]
+    devices, both = [sorted(workers) for workers in x.runtime.placement.values()], ["learner", "sampler"]
+    if kind == "colocated":
+        placed, wanted = devices == [both, both], "{a: [sampler, learner], b: [sampler, learner]}"
+    else:
+        placed, wanted = sorted(sum(devices, [])) == both, "{a: [sampler], b: [learner]}"
+    placement = (not placed, "runtime.placement", f"{kind} training cannot run on {x.runtime.placement}", f"set {wanted}")
+    if kind == "asynchronous":
+        blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline"
+        overlaps = "inline calls block each other, so nothing would overlap on the wall clock"
+        return [*misplaced, placement, (blocking, "runtime.executor", overlaps, "set process, or another runtime.clock")]
+    forward = kind == "colocated" and anchor in ("recompute", "ppo", "diagnostic")
+    interpolated = f"{anchor} interpolates by staleness, which is 0 in {kind} training"
+    return [
+        *misplaced,
+        (eta > 0, "schedule.max_staleness", f"{kind} training has no stale tokens, so it cannot be {eta}", "set 0, or schedule.kind=asynchronous"),
+        (anchor in ("loglinear", "linear"), "algorithm.anchor", interpolated, "take behave (as method sync does), recompute, reuse or ppo"),
+        (forward, "algorithm.anchor", f"colocated training does not shard the forward pass that {anchor} needs", "take behave or reuse"),
+        placement,
+    ]
+
+
+def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
+    overlap, plan, slots = x.overlap, x.schedule, x.sampler.slots
+    wanted = ["sampler", "learner", *(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]
+    placed = [role for hosted in x.runtime.placement.values() for role in hosted]
+    wrong = [role for role in wanted if placed.count(role) != 1]
+    most = plan.batch_size + (overlap.delta_max if overlap.inter else 0)
+    order = overlap.delta_min <= overlap.delta <= overlap.delta_max
+    blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline" and overlap.intra
+    together = f"{most} requests in flight x {plan.group_size} samples need {most * plan.group_size} slots, sampler.slots is {slots}"
+    single = len(overlap.chunk_candidates) == 1
+    return [
+        (plan.max_staleness > 0, "schedule.max_staleness", "overlapped training bounds staleness by its deferrals", "set 0"),
+        (
+            bool(wrong),
+            "runtime.placement",
+            f"{', '.join(wrong)} must be on exactly one device",
+            "set {a: [sampler, learner], b: [reward, reference]}",
+        ),
+        (not order, "overlap.delta", f"{overlap.delta} is not within delta_min {overlap.delta_min} and delta_max {overlap.delta_max}", "change one"),
+        (most * plan.group_size > slots, "sampler.slots", together, "raise sampler.slots, or lower overlap.delta_max"),
+        (single, "overlap.chunk_candidates", "one candidate leaves nothing to try", "write it to sampler.chunk, or name several"),
+        (blocking, "runtime.executor", "inline calls block each other, so nothing would overlap on the wall clock", "set process, or another clock"),
+    ]
