@@ -58,6 +58,7 @@ def conflicts(x: Experiment) -> list[Problem]:
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
         (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (not x.algorithm.kl_coef and x.algorithm.kl_target is not None, "algorithm.kl_target", "an adaptive beta of 0 stays 0", "set kl_coef, or null"),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_schedule_rules(x),
