@@ -256,8 +256,10 @@ def test_building_a_reward_model_twice_gives_identical_weights_that_load_with_on
 
 def test_the_shipped_reward_model_ranks_held_out_pairs():
     evaluation = json.loads((assets.path("reward_small") / assets.MANIFEST).read_text())["evaluation"]
-    for kind, result in evaluation.items():
-        assert result["accuracy"] > 0.9 and result["pairs"] >= 50, kind
+    assert all(result["accuracy"] > 0.85 and result["pairs"] > 100 for result in evaluation.values())
+    for kind in ("right >", "tidy >"):
+        results = [result for name, result in evaluation.items() if kind in name]
+        assert np.average([r["accuracy"] for r in results], weights=[r["pairs"] for r in results]) > 0.9
     model = AutoModelForSequenceClassification.from_pretrained(assets.path("reward_small"))
     pairs = [Pair("right", "7+3+9=", "10;19;#19<eos>", "11;20;#20<eos>"), Pair("tidy", "7+3+9=", "7+3=10;10+9=19;#19<eos>", "10;19;#19<eos>")]
     assert [result["accuracy"] for result in preferences.accuracy(model, pairs).values()] == [1, 1]

@@ -113,6 +113,32 @@ def test_a_file_builds_on_its_base_key_by_key_and_replaces_tables_whole(write):
     assert load(file, "paper").learner.lr == 0.5 and mine.learner.lr == base.learner.lr  # the base's scale comes after the file's own setting
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("overlap.delta=20", "overlap.delta: 20 is not within delta_min 0 and delta_max 16"),
+        ("sampler.slots=40", "48 requests in flight x 1 samples need 48 slots, sampler.slots is 40"),
+        ("schedule.group_size=2", "48 requests in flight x 2 samples need 96 slots"),
+        ("runtime.placement={a: [sampler, learner]}", "reward, reference must be on exactly one device"),
+        ("runtime.placement={a: [sampler, learner, reward], b: [reward, reference]}", "reward must be on exactly one device"),
+        ("schedule.max_staleness=2", "overlapped training bounds staleness by its deferrals"),
+        ("overlap.chunk_candidates=[8]", "one candidate leaves nothing to try"),
+        ("overlap.chunk_candidates=[8, 8]", "names a size twice"),
+        ("overlap={chunk_candidates: [4, 8], chunk_period: 3}", "trying 2 candidates twice takes longer than a period of 3 steps"),
+        ("overlap={rule: trend, window: 2}", "a trend needs at least 3 rewards"),
+        ("algorithm={kl_coef: 0.0, kl_target: 6.0}", "an adaptive beta of 0 stays 0"),
+        ("runtime.clock=wall", "nothing would overlap on the wall clock"),
+        ("schedule.kind=synchronous", "reward.path: synchronous training has no reward model, reference or critic"),
+    ],
+)
+def test_impossible_combinations_of_overlapped_training_are_refused(override, said):
+    assert said in message("oppo/stackexchange_7b", overrides=[override])
+
+
+def test_a_role_that_is_not_needed_may_stay_in_the_placement():
+    assert load("oppo/gsm8k_7b", overrides=["algorithm.kl_coef=0.0"]).runtime.placement["b"] == ["reward", "reference"]
+
+
 def test_a_base_cannot_have_a_base(write):
     assert "base: builds on a file that itself has the base oppo/stackexchange_7b" in message(write("base: oppo/gsm8k_7b\nname: x"))
 

@@ -262,6 +262,14 @@ def test_a_run_resumed_after_any_step_equals_the_uninterrupted_one(mode, frozen,
     assert [pickle.dumps(r.state) for r in whole.records[1:]] == whole.states  # snapshots, no views
 
 
+@pytest.mark.parametrize("stop", [{"eval_every": 1}, {"checkpoint_every": 1}])
+def test_reading_that_outlasts_the_update_lies_within_the_steps_even_where_something_stops_them(stop):
+    run = train(experiment("overlapped", **stop), RandomCosts(7, grain=2.0**-20, reward_prefill=(0.0, 3.0)), tail=1.2)
+    for role, name in (("reward", "time/reward"), ("reference", "time/ref"), ("sampler", "time/generate")):
+        methods = ("decode",) if role == "sampler" else ("prefill", "finish")
+        assert sum(run.column(name)) == sum(s.end - s.start for s in run.timeline.spans if s.worker == role and s.method in methods)
+
+
 def test_neither_length_nor_content_of_an_evaluation_touches_training():
     def run(evaluator: float, prompts: int = 5, **every):
         costs = RandomCosts(3, grain=2.0**-20, evaluator_decode=(evaluator, 2 * evaluator))

@@ -119,6 +119,7 @@ class _Run:
     async def step(self, step: int) -> tuple[Batch, dict[str, float], dict[str, Any]]:
         """Train once; returns batch, the learner's statistics and the metrics of this schedule."""
         size, delta = self.plan.batch_size, self.controller.delta
+        self.crew.slots = (size + delta) * self.plan.group_size  # occupancy is a share of what was let in
         chunk = self.tuner.choose(step) if self.tuner else self.experiment.sampler.chunk
         clock = asyncio.get_running_loop().time
         await self.load_newest()
