@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from nowait import checkpoint
 from nowait.assets import character_tokenizer
 from nowait.batch import LENGTH, RUNNING, STOP, Request, Segments, join
+from nowait.workers import streamed
 from nowait.workers.streamed import StreamedReference, StreamedReward, WholeReward, load_reward
 
 EOS, N = 15, 2
@@ -192,16 +193,31 @@ def test_each_token_is_read_once_and_the_prompt_with_the_first_piece(tiny, rewar
     assert worker.prefill(segments({})) == 0
 
 
-def test_scores_are_read_at_a_last_token_that_is_also_the_padding(tiny, tmp_path):
-    folder = save_reward(tmp_path, pad_token_id=EOS)
-    requests = prompts(6)
-    np.testing.assert_allclose(read(load(folder, tiny), requests, 4), plain_scores(folder, requests), atol=EXACT)
+@pytest.mark.parametrize("padding", [EOS, 11, None])
+def test_the_padding_token_of_a_streamed_model_does_not_matter(tiny, tmp_path, padding):
+    folder = save_reward(tmp_path, pad_token_id=padding)
+    worker, requests = load(folder, tiny), prompts(6)
+    assert isinstance(worker, StreamedReward)
+    np.testing.assert_allclose(read(worker, requests, 4), plain_scores(folder, requests), atol=EXACT)
 
 
-def test_scores_need_no_padding_token(tiny, tmp_path):
-    folder = save_reward(tmp_path, pad_token_id=None)
-    requests = prompts(6)
-    np.testing.assert_allclose(read(load(folder, tiny), requests, 4), plain_scores(folder, requests), atol=EXACT)
+def test_padding_reaches_no_position_that_the_model_lacks(tiny, tmp_path):
+    """The second call reads the end of a sequence beside longer whole ones."""
+    folder, (long, late) = save_reward(tmp_path, kind="gpt2", num_key_value_heads=4, max_position_embeddings=30), prompts(2, first=4)
+    worker, token = load(folder, tiny, capacity=30), np.arange(24, dtype=np.int32) % 14
+    worker.admit([long, late])
+    one, two, three, four = (*long.sequences, *late.sequences)
+    worker.prefill(segments({one: token[:8], three: token}, {three: LENGTH}))
+    worker.prefill(segments({one: token[8:], two: token, four: token}, dict.fromkeys((one, two, four), LENGTH)))
+    (first, second), (third, fourth) = worker.finish([long.id, late.id])
+    assert (first, third) == pytest.approx((second, fourth), abs=TIGHT)
+
+
+def test_sequences_are_read_with_others_of_similar_length(monkeypatch):
+    assert list(streamed._groups([3, 10, 4, 5])) == [[1, 3], [2, 0]]  # 4 beside 10 would be padded to more than twice its length
+    monkeypatch.setattr(streamed, "PREFILL_TOKENS", 19)
+    assert list(streamed._groups([3, 10, 4, 5])) == [[1], [3, 2, 0]]
+    assert list(streamed._groups([])) == []
 
 
 def test_a_response_may_fill_the_cache_to_the_last_place(tiny, reward_folder):

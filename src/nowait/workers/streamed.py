@@ -349,9 +349,12 @@ def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float
 
 
 def _groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices by descending length, in groups of at most PREFILL_TOKENS padded tokens, one sequence at least."""
-    order = np.argsort(-np.array(lengths, np.int64), kind="stable").tolist()
-    while order:
-        fit = max(1, PREFILL_TOKENS // lengths[order[0]])
-        yield order[:fit]
-        order = order[fit:]
+    """Indices by descending length, in groups of at most PREFILL_TOKENS padded tokens (or one sequence); padding at most doubles a sequence."""
+    group: list[int] = []
+    for i in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
+        if group and ((len(group) + 1) * lengths[group[0]] > PREFILL_TOKENS or 2 * lengths[i] < lengths[group[0]]):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
