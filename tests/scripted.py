@@ -1,180 +1,27 @@
-"""Workers that follow a script instead of a model, so that schedules can be tested exactly.
-
-Lengths are functions of the sequence id, tokens and log-probs of (sequence, position, version): a mix-up shows in the learner's checks.
-The learner's "weights" are a hash chain over all that it was given: two runs trained on the same data if and only if the chains are equal.
-"""
+"""Trainings with scripted workers (tests/scripted_workers.py) under the model clock."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import pickle
-from collections import deque
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
+from scripted_workers import LONGEST, ScriptedSampler, share
+from scripted_workers import Scripted as Scripted
 
-from nowait.batch import LENGTH, RUNNING, STOP, Batch, Request, Segments, Weights, pack_requests, unpack_requests
+from nowait.batch import RUNNING, Segments
 from nowait.config import Experiment
 from nowait.runtime.clock import VirtualTimeLoop
 from nowait.runtime.device import Device, InlineExecutor, ModelClock, ProcessExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import PROXIMAL_FORWARD, Crew, StepRecord
+from nowait.schedules.overlapped import overlapped
 from nowait.schedules.synchronous import synchronous
 from nowait.tasks.prompts import Prompts, evaluation_requests
 from nowait.workers.scorers import RuleScorer
-
-LONGEST = 48  # tokens of a response at most
-
-
-class Scripted(RuntimeError):
-    """The failure that a worker was told to have."""
-
-
-def share(*key) -> float:
-    """In [0, 1), the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "big") / 2**48
-
-
-def response_length(sequence: int, tail: float) -> int:
-    """Pareto-like: half of the responses have up to 4 * 2 ** tail tokens; tail 0 makes all of them 4 tokens long."""
-    return min(LONGEST, int(4 / (1 - share("length", sequence)) ** tail))
-
-
-def token_of(sequence: int, position: int, version: int) -> int:
-    return (sequence * 7919 + position * 104_729 + version * 1_299_709) % 30_011
-
-
-def logp_of(sequence: int, position: int, version: int) -> np.float32:
-    return np.float32(-(token_of(position, version, sequence) + 1) / 4096)
-
-
-class ScriptedSampler:
-    """`slots` sequences at a time, the others wait. Raises `Scripted` in round `fail_round`."""
-
-    def __init__(self, slots: int, tail: float, fail_round: int | None = None) -> None:
-        self.slots, self.tail, self.fail_round = slots, tail, fail_round
-        self.waiting: deque[tuple[Request, int]] = deque()
-        self.made: dict[int, int] = {}  # sequence in a slot -> tokens so far
-        self.limit: dict[int, int] = {}
-        self.version = self.rounds = 0
-
-    def admit(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.waiting.extend((request, sequence) for sequence in request.sequences)
-
-    def load(self, weights: Weights) -> int:
-        assert weights.version >= self.version
-        self.version = weights.version
-        return sum(self.made.values())
-
-    def decode(self, max_tokens: int) -> Segments:
-        self.rounds += 1
-        if self.rounds == self.fail_round:
-            raise Scripted(f"round {self.rounds}")
-        while self.waiting and len(self.made) < self.slots:
-            request, sequence = self.waiting.popleft()
-            self.made[sequence], self.limit[sequence] = 0, request.max_new_tokens
-        sequences, offset, token, logp, finish = list(self.made), [0], [], [], []
-        assert sequences, "decode of nothing"
-        for s in sequences:
-            start, end = self.made[s], min(response_length(s, self.tail), self.limit[s])
-            stop = min(end, start + max_tokens)
-            token += [token_of(s, t, self.version) for t in range(start, stop)]
-            logp += [logp_of(s, t, self.version) for t in range(start, stop)]
-            finish.append(RUNNING if stop < end else LENGTH if response_length(s, self.tail) > self.limit[s] else STOP)
-            offset.append(len(token))
-            self.made[s] = stop
-            if finish[-1] != RUNNING:
-                del self.made[s], self.limit[s]
-        columns = zip((sequences, offset, token, logp, finish), (np.int64, np.int64, np.int32, np.float32, np.uint8), strict=True)
-        return Segments(*(np.array(column, dtype) for column, dtype in columns), self.version)
-
-    def get_state(self) -> dict:
-        requests = {request.id: request for request, _ in self.waiting}
-        running = np.array([(s, self.made[s], self.limit[s]) for s in self.made], np.int64).reshape(-1, 3)
-        waiting = np.array([(request.id, s) for request, s in self.waiting], np.int64).reshape(-1, 2)
-        return {"version": self.version, "running": running, "waiting": waiting, "requests": pack_requests(list(requests.values()))}
-
-    def set_state(self, state: dict) -> None:
-        self.version = state["version"]
-        self.made = {s: made for s, made, _ in state["running"].tolist()}
-        self.limit = {s: limit for s, _, limit in state["running"].tolist()}
-        requests = {request.id: request for request in unpack_requests(state["requests"])}
-        self.waiting = deque((requests[r], s) for r, s in state["waiting"].tolist())
-
-
-class ScriptedLearner:
-    """Checks every batch against the script and chains its hash. `max_staleness` None: any staleness is accepted."""
-
-    def __init__(
-        self, batch_size: int, group_size: int, max_staleness: int | None, tail: float, forward: bool, minibatches: int, fail_step: int | None
-    ):
-        self.batch_size, self.group_size, self.max_staleness, self.forward, self.tail = batch_size, group_size, max_staleness, forward, tail
-        self.minibatches, self.fail_step = minibatches, fail_step
-        self.version, self.chain, self.seen = 0, "", np.empty(0, np.int64)
-        self.prepared: Batch | None = None
-
-    def logp(self, batch: Batch) -> np.ndarray:
-        return batch.logp_behav + np.float32(self.version)
-
-    def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict:
-        self.check(batch)
-        assert (logp_prox is not None) == self.forward
-        if self.forward:
-            np.testing.assert_array_equal(logp_prox, self.logp(batch))
-        if self.version == self.fail_step:
-            raise Scripted(f"step {self.version}")
-        digest = hashlib.sha256(self.chain.encode())
-        for name in batch.__dataclass_fields__:
-            digest.update(np.ascontiguousarray(getattr(batch, name)).tobytes())
-        self.chain, self.version = digest.hexdigest(), self.version + 1
-        self.seen = np.concatenate([self.seen, batch.sequence])
-        oldest = batch.version[batch.version >= 0].min()
-        return {"chain": self.chain, "oldest": int(batch.step - oldest), "trained": int(batch.length.sum()), "dropped": int((~batch.keep).sum())}
-
-    def check(self, batch: Batch) -> None:
-        assert batch.step == self.version
-        assert len(batch) == self.batch_size * self.group_size
-        groups = np.unique(batch.group)
-        assert len(groups) == self.batch_size, "a request is trained on whole"
-        np.testing.assert_array_equal(batch.sequence, (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel())
-        np.testing.assert_array_equal(batch.group, batch.sequence // self.group_size)
-        assert not np.isin(batch.sequence, self.seen).any(), "a sequence is trained on once"
-        for i, s in enumerate(batch.sequence.tolist()):
-            length, version = int(batch.length[i]), batch.version[i]
-            assert length == min(response_length(s, self.tail), LONGEST - 1)
-            assert batch.finish[i] == (LENGTH if response_length(s, self.tail) == LONGEST else STOP)
-            assert (np.diff(version[:length]) >= 0).all() and version[length - 1] <= self.version and (version[length:] == -1).all()
-            assert self.max_staleness is None or version[0] >= self.version - self.max_staleness
-            assert batch.token[i, :length].tolist() == [token_of(s, t, int(version[t])) for t in range(length)]
-            assert batch.logp_behav[i, :length].tolist() == [logp_of(s, t, int(version[t])) for t in range(length)]
-
-    def publish(self) -> Weights:
-        return Weights(self.version, self.chain)
-
-    def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
-        self.prepared, self.shares = (batch, logp_prox), []
-        return self.minibatches
-
-    def gradient(self, minibatch: int, rank: int, ranks: int) -> tuple[np.ndarray, dict]:
-        return np.array([self.version, minibatch, rank, ranks]), {}
-
-    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
-        self.shares.append([share.tolist() for share, _ in shares])
-
-    def finish(self) -> dict:
-        assert self.shares == [[[self.version, m, rank, 2] for rank in range(2)] for m in range(self.minibatches)]
-        return self.update(*self.prepared)
-
-    def get_state(self) -> dict:
-        return {"version": self.version, "chain": self.chain, "seen": self.seen}
-
-    def set_state(self, state: dict) -> None:
-        self.version, self.chain, self.seen = state["version"], state["chain"], state["seen"]
 
 
 class DigitTask:
@@ -206,15 +53,18 @@ def decode(ids: list[int]) -> str:
 def experiment(kind: str = "asynchronous", **settings) -> Experiment:
     """Settings by field name, whatever their section; small ones by default."""
     defaults = {
-        "sampler": {"slots": 6, "chunk": 4, "max_new_tokens": LONGEST - 1},
+        "sampler": {"slots": 10 if kind == "overlapped" else 6, "chunk": 4, "max_new_tokens": LONGEST - 1},
+        "reward": {"path": "scripted"} if kind == "overlapped" else {},
+        "overlap": {"rule": "fixed", "delta": 2, "delta_max": 2},
         "schedule": {"kind": kind, "steps": 12, "batch_size": 3, "group_size": 2, "max_staleness": 2 if kind == "asynchronous" else 0},
-        "algorithm": {"anchor": "loglinear" if kind == "asynchronous" else "behave"},
+        "algorithm": {"asynchronous": {"anchor": "loglinear"}, "overlapped": {"anchor": "ppo", "kl_coef": 0.1}}.get(kind, {"anchor": "behave"}),
     }
     fields = {name: Experiment.model_fields[name].annotation.model_fields for name in defaults}
     sections = {name: section | {k: settings.pop(k) for k in fields[name] if k in settings} for name, section in defaults.items()}
     assert not settings, f"no such settings: {settings}"
     both = ["sampler", "learner"]
-    placement = {"a": both, "b": both} if kind == "colocated" else {"a": ["sampler"], "b": ["learner"]}
+    placements = {"colocated": {"a": both, "b": both}, "overlapped": {"a": both, "b": ["reward", "reference"]}}
+    placement = placements.get(kind, {"a": ["sampler"], "b": ["learner"]})
     return Experiment(name="scripted", runtime={"placement": placement}, evaluation={"samples": 2}, **sections)
 
 
@@ -223,6 +73,8 @@ BOUNDS = {
     "sampler_decode": (0.05, 0.15),
     "sampler_load": (0.0, 0.05),
     "scorer_prefill": (0.0, 0.05),
+    "reward_prefill": (0.0, 0.1),
+    "reference_prefill": (0.0, 0.1),
     "learner_update": (0.1, 0.6),
     "learner_logp": (0.05, 0.2),
     "learner_gradient": (0.05, 0.1),
@@ -256,6 +108,7 @@ class Trained:
 
     records: list[StepRecord] = field(default_factory=list)
     tokens: int = 0  # that have reached the schedule
+    read: dict[str, int] = field(default_factory=dict)  # by frozen models, prompts included
     generated: list[int] = field(default_factory=list)  # the same at each record
     completed: list[list[int]] = field(default_factory=list)  # sequences in the order of their ends, by round
     states: list[bytes] = field(default_factory=list)  # of the checkpoints, as they were when their records came
@@ -298,7 +151,7 @@ async def _train(
     crew = await assemble(x, devices, trained, **options)
     if state:
         await restore(crew, state)
-    schedule = asynchronous if x.schedule.kind == "asynchronous" else synchronous
+    schedule = {"asynchronous": asynchronous, "overlapped": overlapped}.get(x.schedule.kind, synchronous)
     try:
         async with aclosing(schedule(crew, x, state)) as records:
             async for record in records:
@@ -319,20 +172,35 @@ async def _train(
 
 
 async def assemble(
-    x: Experiment, devices: dict[str, Device], trained: Trained, *, tail=1.0, rows=1000, broken=None, prompts=5, fail_round=None, fail_step=None
+    x: Experiment,
+    devices: dict[str, Device],
+    trained: Trained,
+    *,
+    tail=1.0,
+    rows=1000,
+    broken=None,
+    prompts=5,
+    fail_round=None,
+    fail_step=None,
+    fail_read=None,
 ) -> Crew:
     """A crew of scripted workers on `devices`; what its samplers hand over is counted in `trained`.
 
-    The task has `rows` rows, `prompts` held-out ones; the (first) sampler fails in round `fail_round`, the learner at `fail_step`.
+    The task has `rows` rows, `prompts` held-out ones; the (first) sampler fails in round `fail_round`, the learner at `fail_step`,
+    each frozen model of `fail_read` in that prefill call.
     """
-    plan, roles = x.schedule, {role: [name for name, hosted in x.runtime.placement.items() if role in hosted] for role in ("sampler", "learner")}
-    bound = None if plan.order == "completion" else plan.max_staleness
+    plan, frozen = x.schedule, [*(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]
+    roles = {role: [name for name, hosted in x.runtime.placement.items() if role in hosted] for role in ("sampler", "learner", *frozen)}
+    bound = None if plan.order == "completion" or plan.kind == "overlapped" else plan.max_staleness
     checks = {"max_staleness": bound, "forward": x.algorithm.anchor in PROXIMAL_FORWARD, "tail": tail, "minibatches": x.learner.minibatches}
+    checks["frozen"] = tuple(frozen)
     for i, name in enumerate(roles["sampler"]):
-        await devices[name].place("sampler", "scripted:ScriptedSampler", slots=x.sampler.slots, tail=tail, fail_round=None if i else fail_round)
+        await devices[name].place(
+            "sampler", "scripted_workers:ScriptedSampler", slots=x.sampler.slots, tail=tail, fail_round=None if i else fail_round
+        )
     for name in roles["learner"]:
         sizes = {"batch_size": plan.batch_size, "group_size": plan.group_size}
-        await devices[name].place("learner", "scripted:ScriptedLearner", **sizes, **checks, fail_step=fail_step)
+        await devices[name].place("learner", "scripted_workers:ScriptedLearner", **sizes, **checks, fail_step=fail_step)
     task, driver = DigitTask(rows, broken), devices["driver"]
     await driver.place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
     await driver.place("eval scorer", RuleScorer, task=task, decode=decode, split="eval", n=x.evaluation.samples)
@@ -353,11 +221,24 @@ async def assemble(
         scorer=partial(driver.run, "scorer"),
         prompts=Prompts(task, encode, seed=1, n=plan.group_size, max_prompt_tokens=32, max_new_tokens=LONGEST - 1),
         timeline=trained.timeline,
-        devices=roles | {"scorer": ["driver"]},
+        devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": ["driver"]},
         evaluator=partial(actor.run, "evaluator"),
         evaluations={"eval": (held_out, partial(driver.run, "eval scorer"))},
     )
+    for role in frozen:
+        device, arguments = devices[roles[role][0]], {"n": plan.group_size, "fail_call": (fail_read or {}).get(role)}
+        await device.place(role, f"scripted_workers:Scripted{role.capitalize()}", **arguments)
+        place = "scorer" if role == "reward" else role
+        setattr(crew, place, partial(_reading, trained, device, role))
+        crew.devices[place] = [device.name]
     return crew
+
+
+async def _reading(trained: Trained, device: Device, role: str, method: str, *args):
+    result = await device.run(role, method, *args)
+    if method == "prefill":
+        trained.read[role] = trained.read.get(role, 0) + result
+    return result
 
 
 async def restore(crew: Crew, state: dict) -> None:
@@ -366,5 +247,7 @@ async def restore(crew: Crew, state: dict) -> None:
     for learner in crew.learners:
         await learner("set_state", state["learner"])
     await crew.scorer("set_state", state["scorer"])
+    if crew.reference:
+        await crew.reference("set_state", state["reference"])
     if "sampler" in state:
         await crew.samplers[0]("set_state", state["sampler"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nowait.algorithms.advantages import gae, group_relative, whiten
+from nowait.algorithms.advantages import gae, group_relative, token_rewards, whiten
 
 NAN = math.nan
 
@@ -22,6 +22,23 @@ def ragged(seed: int, lengths: list[int], width: int):
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     rewards, values = (torch.randn(len(lengths), width, generator=random).where(mask, torch.tensor(NAN)) for _ in range(2))
     return rewards, values, mask, torch.randn(len(lengths), generator=random)
+
+
+def test_token_rewards_are_the_weighted_kl_everywhere_and_the_score_on_the_last_token():
+    kl, mask = torch.tensor([[0.5, -0.25, 1.0], [2.0, NAN, NAN], [NAN] * 3]), torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    rewards = token_rewards(torch.tensor([3.0, -1.0, NAN]), kl, mask, kl_coef=0.1)
+    close(rewards, [[-0.05, 0.025, 2.9], [-1.2, 0, 0], [0, 0, 0]])
+    close(rewards.sum(1), [3 - 0.1 * 1.25, -1 - 0.1 * 2, 0])  # score minus beta times the response's KL
+
+
+def test_the_score_stands_on_the_last_token_that_counts_also_behind_a_hole():
+    close(token_rewards(torch.tensor([5.0]), torch.zeros(1, 5), torch.tensor([[0, 1, 0, 1, 0]]), kl_coef=1.0), [[0.0, 0, 0, 5, 0]])
+
+
+@pytest.mark.parametrize(("reward", "kl", "name"), [(NAN, 0.0, "reward"), (0.0, NAN, "kl")])
+def test_a_score_or_kl_that_is_no_number_is_named(reward, kl, name):
+    with pytest.raises(FloatingPointError, match=f"{name} is nan"):
+        token_rewards(torch.tensor([reward]), torch.tensor([[kl]]), torch.ones(1, 1), kl_coef=0.0)
 
 
 def test_gae_of_a_response_that_stopped():
@@ -137,11 +154,10 @@ def test_a_failed_reward_is_refused():
         group_relative(torch.tensor([1.0, NAN]), torch.tensor([0, 0]))
 
 
-def test_whitening_ignores_what_is_masked_and_can_keep_the_mean():
+def test_whitening_ignores_what_is_masked():
     x, mask = torch.tensor([[2.0, 4, NAN], [6, math.inf, -9]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     # 2, 4, 6: mean 4, unbiased variance (4 + 0 + 4)/2 = 4
     close(whiten(x, mask), [[-1.0, 0, 0], [1, 0, 0]])
-    close(whiten(x, mask, shift_mean=False), [[3.0, 4, 0], [5, 0, 0]])
 
 
 def test_whitening_of_equal_single_or_no_tokens_stays_finite():

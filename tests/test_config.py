@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nowait.config import KEYS, METHODS, Experiment, diff, digest, load, to_yaml
-from nowait.config_files import ConfigError, Layers, find
+from nowait.config import KEYS, LEAVES, METHODS, Experiment, diff, digest, load, to_yaml
+from nowait.config_files import ConfigError, Layers, find, read_whole
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = sorted(file.relative_to(ROOT / "paper_configs").with_suffix("").as_posix() for file in (ROOT / "paper_configs" / "a3po").glob("*.yaml"))
+SHIPPED = sorted(file.relative_to(ROOT / "paper_configs").with_suffix("").as_posix() for file in (ROOT / "paper_configs").glob("[ao]*po/*.yaml"))
 
 
 @pytest.fixture
@@ -53,8 +53,9 @@ def methods_of(stem: str) -> list[str]:
     return [method for method, settings in METHODS.items() if (settings["schedule.kind"] == "overlapped") == stem.startswith("oppo/")]
 
 
-def test_both_setups_are_shipped():
-    assert SHIPPED == ["a3po/setup1", "a3po/setup2"]
+def test_the_setups_of_both_papers_are_shipped():
+    tasks = ("gsm8k_7b", "opencoder_3b", "stackexchange_3b", "stackexchange_7b", "two_nodes")
+    assert SHIPPED == ["a3po/setup1", "a3po/setup2", *(f"oppo/{task}" for task in tasks)]
 
 
 def test_paper_setting_of_setup_1_follows_the_figures():
@@ -69,7 +70,7 @@ def test_areal_variant_holds_what_the_shipped_example_has_instead():
     assert changed == {"learner.lr": (8.5e-6, 1.7e-5), "learner.minibatches": (4, 1), "schedule.max_staleness": (8, 2), "schedule.order": order}
 
 
-@pytest.mark.parametrize("stem", SHIPPED)
+@pytest.mark.parametrize("stem", ["a3po/setup1", "a3po/setup2"])
 def test_cpu_scale_is_the_default_and_stale_enough_for_the_methods_to_differ(stem):
     x = load(stem)
     assert x == load(stem, "cpu") == load(stem, "cpu", method="loglinear")
@@ -87,7 +88,7 @@ def test_methods_differ_in_nothing_but_what_they_declare(stem):
 
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_paper_setting_leaves_nothing_to_a_default(stem):
-    document = yaml.safe_load(find(stem).read_text())
+    document = read_whole(find(stem), LEAVES)
     stated = {f"{section}.{key}" for section, block in document.items() if isinstance(block, dict) for key in block}
     ours = ("name", "title", "scale", "method", "task.options", "runtime.costs")
     if stem.startswith("a3po/"):  # without frozen models, critic and overlap
@@ -98,10 +99,48 @@ def test_paper_setting_leaves_nothing_to_a_default(stem):
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_every_value_of_the_paper_setting_names_its_source(stem):
     paper = find(stem).read_text().split("\nscales:")[0]
-    tag = re.compile(r"# (post|figure|example|docs|inferred|chosen|setup 1)\b")
-    values = [line for line in paper.splitlines() if re.match(r" +\w+: +\S", line) and not line.startswith("    ")]
-    assert len(values) > 40
+    tag = re.compile(r"# (post|figure|example|docs|inferred|chosen|setup 1|note|review|library|template)\b")
+    values = [line for line in paper.splitlines() if re.match(r" +\w+: +\S|\w+: +{", line) and not line.startswith("    ")]
+    assert len(values) > 40 or "\nbase: " in paper
     assert [line for line in values if not tag.search(line)] == []
+
+
+def test_a_file_builds_on_its_base_key_by_key_and_replaces_tables_whole(write):
+    file = write("base: oppo/stackexchange_7b\nname: mine\nlearner: {lr: 0.5}\nscales: {cpu: {task: {options: {operand_cap: 8}}}}")
+    mine, base = load(file), load("oppo/stackexchange_7b")
+    changed = {key: new for key, old, new in diff(base, mine)}
+    assert changed == {"name": "mine", "task.options.operand_cap": 8, "task.options.operand_mean": None}
+    assert load(file, "paper").learner.lr == 0.5 and mine.learner.lr == base.learner.lr  # the base's scale comes after the file's own setting
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("overlap.delta=20", "overlap.delta: 20 is not within delta_min 0 and delta_max 16"),
+        ("sampler.slots=40", "48 requests in flight x 1 samples need 48 slots, sampler.slots is 40"),
+        ("schedule.group_size=2", "48 requests in flight x 2 samples need 96 slots"),
+        ("runtime.placement={a: [sampler, learner]}", "reward, reference must be on exactly one device"),
+        ("runtime.placement={a: [sampler, learner, reward], b: [reward, reference]}", "reward must be on exactly one device"),
+        ("schedule.max_staleness=2", "overlapped training bounds staleness by its deferrals"),
+        ("overlap.chunk_candidates=[8]", "one candidate leaves nothing to try"),
+        ("overlap.chunk_candidates=[8, 8]", "names a size twice"),
+        ("overlap={chunk_candidates: [4, 8], chunk_period: 3}", "trying 2 candidates twice takes longer than a period of 3 steps"),
+        ("overlap={rule: trend, window: 2}", "a trend needs at least 3 rewards"),
+        ("algorithm={kl_coef: 0.0, kl_target: 6.0}", "an adaptive beta of 0 stays 0"),
+        ("runtime.clock=wall", "nothing would overlap on the wall clock"),
+        ("schedule.kind=synchronous", "reward.path: synchronous training has no reward model, reference or critic"),
+    ],
+)
+def test_impossible_combinations_of_overlapped_training_are_refused(override, said):
+    assert said in message("oppo/stackexchange_7b", overrides=[override])
+
+
+def test_a_role_that_is_not_needed_may_stay_in_the_placement():
+    assert load("oppo/gsm8k_7b", overrides=["algorithm.kl_coef=0.0"]).runtime.placement["b"] == ["reward", "reference"]
+
+
+def test_a_base_cannot_have_a_base(write):
+    assert "base: builds on a file that itself has the base oppo/stackexchange_7b" in message(write("base: oppo/gsm8k_7b\nname: x"))
 
 
 def test_no_number_in_a_config_is_text_to_yaml():

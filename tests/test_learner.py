@@ -284,7 +284,7 @@ def test_gradient_is_clipped_to_its_norm(tiny, fresh, limit, clipped):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"reward": [math.nan, 1, 0, 1]}, FloatingPointError, "step 0: rewards is nan"),
+        ({"reward": [math.nan, 1, 0, 1]}, FloatingPointError, "step 0: reward is nan"),
         ({"logp_behav": math.nan}, FloatingPointError, "step 0: logp_behav is nan"),
         ({"logp_behav": -math.inf}, FloatingPointError, "step 0: logp_behav is -inf"),
         ({"step": 3}, ValueError, "batch is for step 3, the learner has finished 0"),

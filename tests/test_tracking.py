@@ -18,7 +18,7 @@ from nowait.tracking import METRICS, Tracker, metrics_table, read_metrics
 
 ROWS = {
     1: {"train/global_step": 1, "train/policy_loss": 0.25, "train/tokens": 12, "stale/hist": [4, 0, 2], "rollout/requests": [3, 5]},
-    2: {"train/global_step": 2, "train/policy_loss": -0.1, "train/tokens": 9, "stale/hist": [1], "eval/reward": 0.5},
+    2: {"train/global_step": 2, "train/policy_loss": -0.1, "train/tokens": 9, "stale/hist": [1], "overlap/deferrals": [2, 1], "eval/reward": 0.5},
 }
 
 
@@ -224,6 +224,7 @@ def test_wandb_receives_the_numbers_of_metrics_jsonl_and_its_histograms(tmp_path
     tracker.log(3, {"rollout/reward_mean": float("nan"), "time/step": 2, "stale/hist": []})
     received = wandb.runs[0].rows
     assert received[0]["stale/hist"] == ([4, 0, 2], [-0.5, 0.5, 1.5, 2.5])  # counts, edges: d = 0 lies in the middle of the first bin
+    assert received[1]["overlap/deferrals"] == ([2, 1], [-0.5, 0.5, 1.5])
     numbers = [numbers_of(row) for row in received]
     assert numbers == [{"train/global_step": record["step"]} | numbers_of(record) for record in records(tmp_path)]
     assert set(received[2]) == {"train/global_step", "time/step"}  # nothing of a mean or histogram over nothing
@@ -402,6 +403,7 @@ def test_importing_the_module_loads_neither_wandb_nor_torch():
 
 def test_the_table_names_exactly_the_metrics_that_training_writes():
     import torch
+    from scripted import experiment, train
 
     from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, value_loss
     from nowait.batch import Batch
@@ -414,8 +416,12 @@ def test_the_table_names_exactly_the_metrics_that_training_writes():
     batch = Batch(0, column, column, row, column, row, column, row, row, column, column, column == 1)
     crew = Crew([], [], None, None, Timeline(), {"sampler": ["a"], "learner": ["b"]})
     written = set(describe(crew, batch, finish_stats(losses), (0.0, 1.0), 1.0, 0))
-    learner = {"train/entropy", "train/sampler_gap", "train/grad_norm", "train/lr", *(f"train/prox_abs_error/{x}" for x in ("loglinear", "linear", "behave", "reuse"))}
-    assert set(METRICS) == written | learner | {"eval/reward", "eval/se", "eval/len_mean"}
+    overlapped = {name for name in train(experiment("overlapped", steps=1)).steps[0] if name.startswith(("overlap/", "time/"))}
+    errors = [f"prox_abs_error/{anchor}" for anchor in ("loglinear", "linear", "behave", "reuse")]
+    learner = {
+        f"train/{x}" for x in ("entropy", "sampler_gap", "grad_norm", "lr", "kl", "kl_coef", "kl_clamped", "value_mean", "return_mean", *errors)
+    }
+    assert set(METRICS) == written | overlapped | learner | {"eval/reward", "eval/se", "eval/len_mean"}
 
 
 def test_the_markdown_table_has_a_row_of_five_cells_for_every_metric():

@@ -64,7 +64,7 @@ def training_times(experiments: dict[str, Experiment], clock: str = "measured", 
         first = block % len(methods)
         for method in methods[first:] + methods[:first]:
             results[method].append(_block(experiments[method], clock, steps, seed=block))
-            _say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
+            say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
         alone = results["loglinear"][-1] if clock == "measured" else _block(experiments["loglinear"], "measured", steps, seed=block)
         ideals.append(alone["busiest"])
     chosen = experiments["loglinear"]
@@ -74,25 +74,31 @@ def training_times(experiments: dict[str, Experiment], clock: str = "measured", 
 
 def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> dict:
     """Means per counted step of one short training."""
-    from nowait.training import make_clock, stream
-
     skipped = experiment.schedule.max_staleness + 2
-    schedule = experiment.schedule.model_copy(update={"steps": skipped + steps, "eval_every": 0, "checkpoint_every": 0})
-    runtime = experiment.runtime.model_copy(update={"clock": clock_name, "executor": "process" if clock_name == "wall" else "inline"})
-    experiment, rows = experiment.model_copy(update={"schedule": schedule, "runtime": runtime}), []
-    clock = make_clock(experiment)
-
-    async def drive() -> None:
-        with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
-            async for record in stream(experiment, seed, clock, Timeline(), snapshots=Path(snapshots)):
-                rows.append(record.metrics)
-
-    with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
-        runner.run(drive())
+    rows, _ = short_training(experiment, clock_name, skipped + steps, seed)
     out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in STAGES}
     stages = out["generate"], out["train"] + out["prox_forward"]
     shared = any({"sampler", "learner"} <= set(hosted) for hosted in experiment.runtime.placement.values())
     return out | {"busiest": sum(stages) if shared else max(stages), "hist": added(row["stale/hist"] for row in rows[skipped:])}
+
+
+def short_training(experiment: Experiment, clock_name: str, steps: int, seed: int) -> tuple[list[dict], Timeline]:
+    """Metrics of every step and all calls of a training without evaluation; on the wall clock with a process for each device."""
+    from nowait.training import make_clock, stream
+
+    schedule = experiment.schedule.model_copy(update={"steps": steps, "eval_every": 0, "checkpoint_every": 0})
+    runtime = experiment.runtime.model_copy(update={"clock": clock_name, "executor": "process" if clock_name == "wall" else "inline"})
+    experiment, rows, timeline = experiment.model_copy(update={"schedule": schedule, "runtime": runtime}), [], Timeline()
+    clock = make_clock(experiment)
+
+    async def drive() -> None:
+        with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
+            async for record in stream(experiment, seed, clock, timeline, snapshots=Path(snapshots)):
+                rows.append(record.metrics)
+
+    with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
+        runner.run(drive())
+    return rows, timeline
 
 
 def added(counts: Iterable[list[int]]) -> list[int]:
@@ -146,7 +152,7 @@ def sampler(blocks: int = 3) -> dict:
     for block in range(blocks):
         for name, lengths in cases.items():
             rates[name].append((lengths.sum() / ours(lengths), lengths.sum() / theirs(lengths)))
-            _say(f"block {block + 1} of {blocks}, {name}: {rates[name][-1][0]:.0f} against {rates[name][-1][1]:.0f} tokens/s")
+            say(f"block {block + 1} of {blocks}, {name}: {rates[name][-1][0]:.0f} against {rates[name][-1][1]:.0f} tokens/s")
     ratios = {name: statistics.median(a / b for a, b in pairs) for name, pairs in rates.items()}
     useful, generate = (statistics.median(pair[i] for pair in rates["ratio"]) for i in (0, 1))
     return {"useful_tokens_per_s": useful, "generate_tokens_per_s": generate, **ratios, "blocks": blocks, "tokens": int(tailed.sum())}
@@ -268,5 +274,5 @@ def _seconds(call, repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

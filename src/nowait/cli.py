@@ -234,7 +234,7 @@ def _find(text: str) -> RunResult:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="async, sampler or proximal")],
+    name: Annotated[str, typer.Argument(help="async, overlap, sampler or proximal")],
     argument: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="the same as --config")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file or shipped config")] = None,
     scale: Annotated[str | None, typer.Option(help="a scale of the config")] = None,
@@ -245,9 +245,9 @@ def bench(
     import inspect
     from contextlib import redirect_stdout
 
-    from nowait import bench
+    from nowait import bench, bench_overlap
 
-    benches = {"async": bench.asynchronous, "sampler": bench.sampler, "proximal": bench.proximal}
+    benches = {"async": bench.asynchronous, "overlap": bench_overlap.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
     if name not in benches:
         raise ValueError(f"no bench {name!r}; choose one of {', '.join(benches)}")
     given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks}
@@ -301,14 +301,15 @@ def verify() -> None:
 
 @assets_app.command("list")
 def list_assets() -> None:
-    """Checkpoints, their size, and the exact match of sampled responses on held-out prompts."""
+    """Checkpoints, their size, and how they do on what was held out: exact match of sampled responses, or accuracy on pairs by kind."""
     from nowait import assets
 
-    rows = [["asset", "parameters", *(f"exact match, {name}" for name in assets.EVALUATED)]]
+    rows = [["asset", "parameters", "held out"]]
     for file in sorted(assets.DATA.glob(f"*/{assets.MANIFEST}")):
         manifest = json.loads(file.read_text())
-        scores = [manifest["evaluation"][name]["sampled"] for name in assets.EVALUATED]
-        rows.append([file.parent.name, f"{manifest['parameters']:,}", *(f"{s['exact_match']:.3f} ± {s['standard_error']:.3f}" for s in scores)])
+        scores = {name: result.get("sampled", result) for name, result in manifest["evaluation"].items()}
+        texts = [f"{name} {s.get('exact_match', s.get('accuracy')):.3f} ± {s['standard_error']:.3f}" for name, s in scores.items()]
+        rows.append([file.parent.name, f"{manifest['parameters']:,}", ", ".join(texts)])
     _print_aligned(rows)
 
 

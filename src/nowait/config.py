@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
+from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read_whole
 from nowait.config_rules import CUSTOM, METHODS, conflicts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -188,6 +188,7 @@ def _keys(model: type[Model], prefix: str = "") -> Iterator[str]:
 
 
 KEYS = tuple(_keys(Experiment))
+LEAVES = {key.rpartition(".")[2] for key in KEYS}
 
 
 def _choose(group: str, blocks: Any, name: str, file: Path) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def load(
     Raises ConfigError, with file, key and remedy, for anything that cannot be run. Tasks that a later version brings pass at scale `paper`.
     """
     file = find(path)
-    layers = _resolve(read(file), file, scale, overrides or (), method, variant)
+    layers = _resolve(read_whole(file, LEAVES), file, scale, overrides or (), method, variant)
     try:
         experiment = Experiment.model_validate(layers.data)
     except ValidationError as error:

@@ -93,6 +93,23 @@ def read(file: Path) -> dict[str, Any]:
     return document
 
 
+def read_whole(file: Path, leaves: Collection[str]) -> dict[str, Any]:
+    """`read`, on top of the file or shipped config that its key `base` names. Blocks merge key by key down to `leaves`, which are replaced."""
+    document = read(file)
+    if "base" not in document:
+        return document
+    below = read(find(document.pop("base")))
+    if "base" in below:
+        what = f"builds on a file that itself has the base {below['base']}"
+        raise ConfigError([Problem("base", what, "name that one, or repeat its settings")], file)
+    return _on_top(below, document, leaves)
+
+
+def _on_top(below: dict[str, Any], own: dict[str, Any], leaves: Collection[str]) -> dict[str, Any]:
+    both = {k for k, v in own.items() if isinstance(v, dict) and isinstance(below.get(k), dict) and k not in leaves}
+    return {**below, **own, **{k: _on_top(below[k], own[k], leaves) for k in both}}
+
+
 def _reason(error: yaml.YAMLError) -> str:
     return getattr(error, "problem", None) or str(error)
 

@@ -58,6 +58,12 @@ def conflicts(x: Experiment) -> list[Problem]:
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
         (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (
+            not x.algorithm.kl_coef and x.algorithm.kl_target is not None,
+            "algorithm.kl_target",
+            "an adaptive beta of 0 stays 0",
+            "set kl_coef, or null",
+        ),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_schedule_rules(x),
@@ -111,7 +117,8 @@ def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     order = overlap.delta_min <= overlap.delta <= overlap.delta_max
     blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline" and overlap.intra
     together = f"{most} requests in flight x {plan.group_size} samples need {most * plan.group_size} slots, sampler.slots is {slots}"
-    single = len(overlap.chunk_candidates) == 1
+    sizes = overlap.chunk_candidates
+    trials = f"trying {len(sizes)} candidates twice takes longer than a period of {overlap.chunk_period} steps"
     return [
         (plan.max_staleness > 0, "schedule.max_staleness", "overlapped training bounds staleness by its deferrals", "set 0"),
         (
@@ -122,6 +129,9 @@ def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
         ),
         (not order, "overlap.delta", f"{overlap.delta} is not within delta_min {overlap.delta_min} and delta_max {overlap.delta_max}", "change one"),
         (most * plan.group_size > slots, "sampler.slots", together, "raise sampler.slots, or lower overlap.delta_max"),
-        (single, "overlap.chunk_candidates", "one candidate leaves nothing to try", "write it to sampler.chunk, or name several"),
+        (overlap.rule == "trend" and overlap.window < 3, "overlap.window", "a trend needs at least 3 rewards", "set 20 or more"),
+        (len(sizes) == 1, "overlap.chunk_candidates", "one candidate leaves nothing to try", "write it to sampler.chunk, or name several"),
+        (len(set(sizes)) < len(sizes), "overlap.chunk_candidates", f"{sizes} names a size twice", "name each once"),
+        (2 * len(sizes) > overlap.chunk_period, "overlap.chunk_period", trials, "raise it, or name fewer"),
         (blocking, "runtime.executor", "inline calls block each other, so nothing would overlap on the wall clock", "set process, or another clock"),
     ]

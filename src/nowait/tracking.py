@@ -50,6 +50,11 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "train/clamped_ratios": ("r and rho above exp(42), sum over tokens", "-", "-", "-"),
     "train/value_clip_frac": ("tokens with clipped value over tokens", "val/clipfrac_avg", "critic/vf_clipfrac", "-"),
     "train/explained_variance": ("1 - Var(returns - values) / Var(returns), over tokens", "-", "critic/vf_explained_var", "-"),
+    "train/value_mean": ("values before the update, mean over tokens", "-", "critic/values/mean", "-"),
+    "train/return_mean": ("returns, mean over tokens", "-", "critic/returns/mean", "-"),
+    "train/kl": ("KL(policy, reference) of responses, nats, mean over responses", "objective/kl", "actor/reward_kl_penalty (per token)", "-"),
+    "train/kl_coef": ("beta, the weight of that KL in the reward", "objective/kl_coef (TRL up to 0.11)", "actor/reward_kl_penalty_coeff", "-"),
+    "train/kl_clamped": ("log-ratios of that KL beyond ±20, sum over tokens", "-", "-", "-"),
     "train/entropy": ("entropy of the policy, nats, mean over tokens", "policy/entropy_avg", "actor/entropy", "entropy/avg"),
     "train/prox_abs_error/loglinear": ("|loglinear - recomputed log-prob|, nats, mean over tokens", "-", "-", "compute_logp/loglinear/abs_error/avg"),
     "train/prox_abs_error/linear": ("|linear - recomputed log-prob|, nats, mean over tokens", "-", "-", "compute_logp/linear/abs_error/avg"),
@@ -82,11 +87,18 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "time/prox_forward": ("seconds of the proximal forward", "forward_time_s", "timing_s/old_log_prob", "timeperf/recompute_logp"),
     "time/train": ("seconds of the update, mean over learner devices", "-", "timing_s/update_actor", "timeperf/train_step"),
     "time/sync": ("seconds of publishing and loading weights, mean over devices", "weight_sync_time_s", "-", "timeperf/update_weights"),
-    "time/reward": ("seconds of scoring", "-", "timing_s/reward", "-"),
+    "time/reward": ("seconds of scoring, by rule or reward model", "-", "timing_s/reward", "-"),
+    "time/ref": ("seconds of the reference model, where there is one", "-", "timing_s/ref", "-"),
     "time/idle_gen": ("seconds without work, mean over sampler devices", "-", "rollouter/idle_ratio (a share)", "-"),
     "time/idle_train": ("seconds without work, mean over learner devices", "-", "trainer/idle_ratio (a share)", "-"),
     "perf/occupancy": ("generated tokens over decode steps times slots", "-", "-", "-"),
-    "perf/busy_frac": ("busy time over step time, mean over roles", "-", "-", "-"),
+    "perf/busy_frac": ("busy time over step time, mean over devices", "-", "-", "-"),
+    "overlap/delta": ("Δ of the step: requests in flight beyond the batch size B (schedule overlapped only, as all overlap/*)", "-", "-", "-"),
+    "overlap/delta_over_b": ("the same over B", "-", "-", "-"),
+    "overlap/chunk": ("tokens per decode round and sequence", "-", "-", "-"),
+    "overlap/carried": ("requests held after the step, unfinished or not yet trained", "-", "-", "-"),
+    "overlap/deferrals": ("trained requests that were carried over 0, 1, 2, ... updates, counts", "-", "-", "-"),
+    "overlap/tail_frac": ("generation time with fewer than half of the (B + Δ) n slots live over generation time", "-", "-", "-"),
     "eval/reward": ("held-out reward, mean over prompts of the mean over samples; other sets: eval/SET/reward", "eval_reward", "val-core/*", "-"),
     "eval/se": ("its standard error over prompts", "-", "-", "-"),
     "eval/len_mean": ("held-out response tokens, mean over sequences", "-", "-", "-"),
@@ -203,7 +215,7 @@ class Tracker:
         for key, value in record.items():
             if isinstance(value, (int, float)) and key != "step":
                 payload[key] = value
-            elif key.endswith("/hist") and value:  # wandb has no histogram of nothing
+            elif key.endswith(("/hist", "/deferrals")) and value:  # wandb has no histogram of nothing
                 payload[key] = self._wandb.Histogram(np_histogram=(value, [i - 0.5 for i in range(len(value) + 1)]))
         return payload
 

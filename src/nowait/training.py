@@ -16,11 +16,15 @@ from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelCl
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Crew, StepRecord
+from nowait.schedules.overlapped import overlapped
 from nowait.schedules.synchronous import synchronous
 from nowait.tasks.prompts import Prompts, evaluation_requests
 from nowait.workers.scorers import RuleScorer
 
-SAMPLER, LEARNER = "nowait.workers.sampler:HFSampler", "nowait.workers.learner:HFLearner"
+SAMPLER = "nowait.workers.sampler:HFSampler"
+LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
+REWARD, REFERENCE = "nowait.workers.streamed:load_reward", "nowait.workers.streamed:StreamedReference"
+SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
 
 
 def make_clock(experiment: Experiment):
@@ -44,7 +48,7 @@ async def stream(
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
     devices = _devices(experiment, clock, timeline)
-    schedule = asynchronous if experiment.schedule.kind == "asynchronous" else synchronous
+    schedule = SCHEDULES[experiment.schedule.kind]
     try:
         crew = await _crew(experiment, seed, devices, timeline, snapshots)
         if state:
@@ -72,35 +76,64 @@ def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Dev
 
 
 async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
-    roles = {role: [name for name, hosted in experiment.runtime.placement.items() if role in hosted] for role in ("sampler", "learner")}
+    roles = {
+        role: [name for name, hosted in experiment.runtime.placement.items() if role in hosted]
+        for role in ("sampler", "learner", "reward", "reference")
+    }
     encode, decode, _ = load_tokenizer(experiment.model.path)
-    driver = devices["driver"]
-    plan, sampling = experiment.schedule, experiment.sampler
-    task = tasks.load(experiment.task)
+    plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
     model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
     for name in roles["sampler"]:
         await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
-    files = str(snapshots) if experiment.runtime.executor == "process" else None
     for name in roles["learner"]:
-        more = {"temperature": sampling.temperature, "gradient_checkpointing": experiment.model.gradient_checkpointing, "snapshots": files}
-        await devices[name].place("learner", LEARNER, **model, learner=experiment.learner, algorithm=experiment.algorithm, seed=seed, **more)
-    await driver.place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
+        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
-        scorer=partial(driver.run, "scorer"),
+        scorer=partial(devices["driver"].run, "scorer"),
         prompts=Prompts(
             task, encode, seed=seed, n=plan.group_size, max_prompt_tokens=sampling.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens
         ),
         timeline=timeline,
-        devices=roles | {"scorer": ["driver"]},
+        devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": ["driver"]},
         weights=Weights(0, None),
         slots=sampling.slots,
     )
+    if not experiment.reward.path:
+        await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
+    await _place_frozen(crew, experiment, devices, roles, model, capacity)
     if plan.eval_every:
-        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], driver, model, encode, decode)
+        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
     return crew
+
+
+def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
+    """Keyword arguments of the learner beside those of its model."""
+    options = {
+        "learner": experiment.learner,
+        "algorithm": experiment.algorithm,
+        "seed": seed,
+        "temperature": experiment.sampler.temperature,
+        "gradient_checkpointing": experiment.model.gradient_checkpointing,
+        "snapshots": str(snapshots) if experiment.runtime.executor == "process" else None,
+    }
+    return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
+
+
+async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, Device], roles: dict, model: dict, capacity: int) -> None:
+    """The models that are not trained: they hold every request in flight."""
+    plan, overlap = experiment.schedule, experiment.overlap
+    requests = plan.batch_size + (overlap.delta_max if overlap.inter else 0)
+    shared = {"slots": requests * plan.group_size, "capacity": capacity, "n": plan.group_size}
+    if path := experiment.reward.path:
+        (device,) = roles["reward"]
+        await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)
+        crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
+    if experiment.algorithm.kl_coef:
+        (device,) = roles["reference"]
+        await devices[device].place("reference", REFERENCE, **model, temperature=experiment.sampler.temperature, **shared)
+        crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
 
 
 async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, driver: Device, model: dict, encode, decode) -> None:
@@ -121,6 +154,8 @@ async def _restore(crew: Crew, state: dict) -> None:
     for learner in crew.learners:
         await learner("set_state", state["learner"])
     await crew.scorer("set_state", state["scorer"])
+    if crew.reference:
+        await crew.reference("set_state", state["reference"])
     if "sampler" in state:
         # in this order loading costs nothing: the run that left the state has paid for the prefill
         await crew.samplers[0]("load", await crew.learners[0]("publish"))

@@ -1,6 +1,7 @@
-"""Advantages: generalised advantage estimation, group-relative rewards, whitening. All results carry no gradient.
+"""Token rewards and advantages: generalised advantage estimation, group-relative rewards, whitening. All results carry no gradient.
 
-GAE: Schulman et al. 2016 (arXiv 1506.02438), equation 16. Group-relative: GRPO, Shao et al. 2024 (arXiv 2402.03300), section 4.1.2.
+Token rewards: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. GAE: Schulman et al. 2016 (arXiv 1506.02438), equation 16.
+Group-relative: GRPO, Shao et al. 2024 (arXiv 2402.03300), section 4.1.2.
 Shapes: B sequences, T response tokens, arrays response-aligned [B, T]; values[t] = V(prefix before token t).
 """
 
@@ -13,6 +14,19 @@ from nowait.algorithms.losses import visible
 
 GROUP_STD_EPS = 1e-5  # AReaL's value
 WHITEN_VAR_EPS = 1e-8  # TRL's value
+
+
+@torch.no_grad()
+def token_rewards(reward: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """[B, T]: -kl_coef * kl at every token, plus the response's reward [B] at its last unmasked token; 0 where masked.
+
+    `kl` [B, T] are estimates per token in nats. A row sums to its reward minus kl_coef times its summed KL. Raises FloatingPointError
+    on NaN or Inf at unmasked tokens, or in `reward` of a row with any.
+    """
+    mask = mask.bool()
+    (reward,), (kl,) = visible(mask.any(1), reward=reward), visible(mask, kl=kl)
+    left = mask.flip(1).cumsum(1).flip(1)  # unmasked tokens from here on
+    return torch.where(mask & (left == 1), reward[:, None], 0) - kl_coef * kl
 
 
 @torch.no_grad()
@@ -58,12 +72,10 @@ def group_relative(rewards: Tensor, group_ids: Tensor, *, std: bool = True) -> T
 
 
 @torch.no_grad()
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """x scaled to unit unbiased variance (+ 1e-8) over the unmasked tokens, 0 where masked; the mean becomes 0, or stays with shift_mean=False."""
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """x brought to mean 0 and unit unbiased variance (+ 1e-8) over the unmasked tokens, 0 where masked."""
     mask = mask.bool()
     (x,) = visible(mask, x=x)
     wide, n = x.double(), mask.sum()
-    mean = wide.sum() / n.clamp(min=1)
-    centred = torch.where(mask, wide - mean, 0)
-    scaled = centred * (centred.square().sum() / (n - 1).clamp(min=1) + WHITEN_VAR_EPS).rsqrt()
-    return torch.where(mask, scaled if shift_mean else scaled + mean, 0).to(x.dtype)
+    centred = torch.where(mask, wide - wide.sum() / n.clamp(min=1), 0)
+    return (centred * (centred.square().sum() / (n - 1).clamp(min=1) + WHITEN_VAR_EPS).rsqrt()).to(x.dtype)

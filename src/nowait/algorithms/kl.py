@@ -1,4 +1,4 @@
-"""Per-token estimates of KL(pi || pi_ref) from the log-probs of a token that pi sampled (Schulman, "Approximating KL divergence", 2020)."""
+"""KL(pi || pi_ref) from the log-probs of tokens that pi sampled (Schulman, "Approximating KL divergence", 2020), and the control of its weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8 keeps every kind finite in float32, also where the reference gives probability 0
+
+KL_ERROR_LIMIT = 0.2  # of the adaptive coefficient, relative to the target
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -34,6 +36,16 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: Literal["k1", "k2", "k3"] 
 def kl_clamped(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """Number of tokens whose log-ratio `kl_estimate` clamps; pass only those that count, as logp[mask], logp_ref[mask]."""
     return (_log_ratio(logp, logp_ref).abs() > LOG_RATIO_LIMIT).sum()
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, responses: int) -> float:
+    """beta for the next step: beta * (1 + e * responses / horizon) with e = kl / target - 1 within ±0.2.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. `kl` and `target` are nats per response, `kl` the mean over
+    the step's `responses`; `horizon` counts responses.
+    """
+    error = min(max(kl / target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
+    return kl_coef * (1 + error * responses / horizon)
 
 
 def _log_ratio(logp: Tensor, logp_ref: Tensor) -> Tensor:

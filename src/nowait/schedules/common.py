@@ -84,23 +84,28 @@ class Stopwatch:
         return start, self.since
 
 
-async def score(crew: Crew, batch: Batch, ids: list[int]) -> None:
-    """Fill in rewards; a request whose grader failed keeps its place and leaves the loss."""
-    values = [reward for rewards in await crew.scorer("finish", ids) for reward in rewards]
-    batch.keep = np.array([v is not None for v in values])
-    batch.reward = np.array([0.0 if v is None else v for v in values], np.float32)
+async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, anchor: str) -> tuple[Batch, dict[str, float]]:
+    """Score complete requests that the scorer has read, and train on them."""
+    batch = rollouts.take(ids, step)
+    grade(batch, await crew.scorer("finish", ids))
+    return batch, await fit(crew, batch, anchor)
+
+
+def grade(batch: Batch, values: list[list[float | None]]) -> None:
+    """Fill in the rewards of each request's samples; a request whose grader failed (None) keeps its place and leaves the loss."""
+    rewards = [reward for samples in values for reward in samples]
+    batch.keep = np.array([r is not None for r in rewards])
+    batch.reward = np.array([0.0 if r is None else r for r in rewards], np.float32)
     for group in np.unique(batch.group[~batch.keep]):
         batch.keep[batch.group == group] = False
 
 
-async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, anchor: str) -> tuple[Batch, dict[str, float]]:
-    """Score, proximal forward where the anchor needs one, update, publish."""
-    batch = rollouts.take(ids, step)
-    await score(crew, batch, ids)
+async def fit(crew: Crew, batch: Batch, anchor: str) -> dict[str, float]:
+    """Proximal forward where the anchor needs one, update, publish; returns the update's statistics."""
     logp_prox = await crew.learners[0]("logp", batch) if anchor in PROXIMAL_FORWARD else None
     stats = await _update(crew.learners, batch, logp_prox)
     crew.weights = await crew.learners[0]("publish")
-    return batch, stats
+    return stats
 
 
 async def _update(learners: list[Call], batch: Batch, logp_prox: np.ndarray | None) -> dict[str, float]:
@@ -199,21 +204,21 @@ def _times(crew: Crew, start: float, end: float) -> dict[str, float]:
     def spent(worker: str, *methods: str) -> float:
         return sum(seconds.get((worker, method), 0.0) for method in methods) / len(crew.devices.get(worker, [worker]))
 
-    def busy_fraction(role: str) -> float:
-        names = crew.devices[role]
+    def busy_fraction(names: list[str]) -> float:
         return sum(busy.get(name, 0.0) for name in names) / (len(names) * total) if total else 0.0
 
-    sampling, learning = busy_fraction("sampler"), busy_fraction("learner")
+    everywhere = dict.fromkeys(name for names in crew.devices.values() for name in names if name != "driver")
     return {
         "time/step": total,
         "time/generate": spent("sampler", "decode"),
         "time/prox_forward": spent("learner", "logp"),
         "time/train": spent("learner", "update", "prepare", "gradient", "apply", "finish"),
         "time/sync": spent("learner", "publish") + spent("sampler", "load"),
-        "time/reward": spent("scorer", "prefill", "finish"),
-        "time/idle_gen": total * (1 - sampling),
-        "time/idle_train": total * (1 - learning),
-        "perf/busy_frac": (sampling + learning) / 2,
+        "time/reward": spent("scorer", "prefill", "finish") + spent("reward", "prefill", "finish"),  # a rule or a model
+        **({"time/ref": spent("reference", "prefill", "finish")} if crew.reference else {}),
+        "time/idle_gen": total * (1 - busy_fraction(crew.devices["sampler"])),
+        "time/idle_train": total * (1 - busy_fraction(crew.devices["learner"])),
+        "perf/busy_frac": busy_fraction(list(everywhere)),
     }
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 GROUPED = "nowait_grouped"  # name of `grouped_attention` among the attention implementations
+
+
+def needs_more(config: PretrainedConfig, capacity: int) -> str | None:
+    """Why sequences of `capacity` tokens of this model cannot live in a `SlotCache`, or None if they can."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"full attention in every layer; this model has {', '.join(sorted(kinds))}"
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    if window is not None and window < capacity:
+        return f"full attention; this model's window of {window} is less than the capacity of {capacity} tokens"
+    return None
 
 
 class SlotCache:
@@ -17,14 +29,8 @@ class SlotCache:
     """
 
     def __init__(self, config: PretrainedConfig, slots: int, capacity: int, dtype: torch.dtype) -> None:
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(f"the built-in sampler needs full attention in every layer; this model has {', '.join(sorted(kinds))}")
-        window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
-        if window is not None and window < capacity:
-            raise ValueError(
-                f"the built-in sampler needs full attention; this model's window of {window} is less than its capacity of {capacity} tokens"
-            )
+        if reason := needs_more(config, capacity):
+            raise ValueError(f"a slot cache needs {reason}")
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spare = capacity
@@ -48,10 +54,26 @@ class SlotCache:
     def get_seq_length(self, *_) -> int:
         return 0  # positions and masks are always given
 
+    def read(self, slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `lengths` keys and values of some slots, one sequence after the other, [tokens, layers, kv_heads, head_dim]."""
+        slot, position = _places(slots, lengths)
+        return self.keys[:, slot, :, position], self.values[:, slot, :, position]
+
+    def write(self, slots: np.ndarray, lengths: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Inverse of `read`, into these slots."""
+        slot, position = _places(slots, lengths)
+        self.keys[:, slot, :, position], self.values[:, slot, :, position] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one sequence's first `length` positions to another slot."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+
+def _places(slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slot and position of every token held."""
+    position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])
+    return torch.from_numpy(np.repeat(slots, lengths)), torch.from_numpy(position)
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[torch.Tensor, None]:

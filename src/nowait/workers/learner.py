@@ -1,6 +1,6 @@
 """Learner: log-probs and updates of a Hugging Face causal LM. All maths of a training step runs on the whole batch before it is split.
 
-Shape legend: S sequences of a batch, T longest response, N response tokens of a micro-batch, P longest prompt, H hidden, V vocabulary.
+Shape legend: S sequences of a batch, T longest response, W longest prompt and response, N response tokens of a micro-batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from nowait.algorithms.advantages import group_relative, whiten
+from nowait.algorithms.advantages import group_relative, token_rewards, whiten
+from nowait.algorithms.kl import adapted_kl_coef, kl_clamped, kl_estimate
 from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_stats, ppo_loss
 from nowait.algorithms.proximal import alpha, interpolate, staleness
 from nowait.batch import Batch, Weights
@@ -48,11 +50,16 @@ class HFLearner:
         if gradient_checkpointing:
             checkpoint_layers(self.model)
         self.config, self.algorithm, self.temperature, self.seed = learner, algorithm, temperature, seed
-        self.version = 0
-        self._parameters = list(self.model.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, learner.lr, learner.betas, learner.eps, weight_decay=learner.weight_decay)
+        self.version, self.kl_coef = 0, algorithm.kl_coef
+        self._train({"model": self.model})
         self._snapshots = Path(tempfile.mkdtemp(dir=snapshots)) if snapshots else None
         self._step: _Step | None = None
+
+    def _train(self, modules: dict[str, torch.nn.Module]) -> None:
+        """Make these the modules that updates change and that states hold."""
+        self._trained, c = modules, self.config
+        self._parameters = [p for module in modules.values() for p in module.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> np.ndarray:
@@ -60,11 +67,14 @@ class HFLearner:
         out = np.zeros(batch.token.shape, np.float32)
         for rows in self._micro_batches(batch, np.arange(len(batch))):
             part = batch.rows(rows)
-            out[rows, : part.token.shape[1]] = self._logp(part, with_entropy=False)[0].numpy()
+            out[rows, : part.token.shape[1]] = self._logp(part, self._states(self.model, part), with_entropy=False)[0].numpy()
         return out
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
-        """One training step: advantages, then epochs of minibatches, one optimiser step each. Raises FloatingPointError on NaN, naming the step."""
+        """One training step: advantages, then epochs of minibatches, one optimiser step each. Raises FloatingPointError on NaN, naming the step.
+
+        `logp_prox` [S, T] are the log-probs before this step, where the anchor recomputes them. Returns the statistics of the step.
+        """
         for minibatch in range(self.prepare(batch, logp_prox)):
             self.apply([self.gradient(minibatch)])
         return self.finish()
@@ -73,8 +83,13 @@ class HFLearner:
         if batch.step != self.version:
             raise ValueError(f"the batch is for step {batch.step}, the learner has finished {self.version}")
         with self._naming_step():
-            advantages = self._advantages(batch)
-        self._step = _Step(batch, logp_prox, advantages, self._minibatches(batch))
+            rewards, divergence = self._rewards(batch, logp_prox)
+            columns, mask = self._targets(batch, rewards), torch.from_numpy(batch.mask)
+            if self.algorithm.advantage_whiten:
+                columns["advantages"] = whiten(columns["advantages"], mask)
+        if logp_prox is not None:
+            columns["logp_prox"] = torch.from_numpy(logp_prox)
+        self._step = _Step(batch, columns, divergence, self._minibatches(batch))
         rate = self.config.lr * min(1.0, self.version / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -88,7 +103,7 @@ class HFLearner:
         self._optimizer.zero_grad(set_to_none=True)
         stats = []
         for part in self._micro_batches(step.batch, rows[rank::ranks]):
-            loss, statistics = self._loss(step, part, denominator)
+            loss, statistics = self._loss(*step.cut(part), denominator)
             loss.backward()
             stats.append(statistics)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
@@ -108,8 +123,12 @@ class HFLearner:
         self._step.norms.append(float(norm))
 
     def finish(self) -> dict[str, float]:
+        """End the step, adapt beta to its KL, and return statistics."""
         step, self._step = self._step, None
         self.version += 1
+        responses, a = int(step.batch.keep.sum()), self.algorithm
+        if a.kl_target is not None and responses and step.divergence:
+            self.kl_coef = adapted_kl_coef(self.kl_coef, step.divergence["kl"], target=a.kl_target, horizon=a.kl_horizon, responses=responses)
         sums = merge_stats(step.stats)
         stats = finish_stats(sums)
         for name in ("entropy", *(f"prox_abs_error/{a}" for a in ("loglinear", "linear", "behave", "reuse"))):
@@ -117,7 +136,7 @@ class HFLearner:
                 stats[name] = float(sums[f"{name}_sum"]) / stats["tokens"] if stats["tokens"] else float("nan")
         if sums.get("fresh_tokens_sum", 0):
             stats["sampler_gap"] = float(sums["sampler_gap_sum"] / sums["fresh_tokens_sum"])
-        return stats | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
+        return stats | step.divergence | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
 
     def publish(self) -> Weights:
         """A snapshot: cloned tensors, or a safetensors file where the sampler lives in another process."""
@@ -130,17 +149,18 @@ class HFLearner:
         return Weights(self.version, str(path))
 
     def get_state(self) -> dict:
-        """A snapshot of weights, optimiser moments and version, as arrays and numbers."""
-        state = {name: _array(p) for name, p in self.model.named_parameters()}
+        """A snapshot of weights, optimiser moments, beta and version, as arrays and numbers."""
+        weights = {key: {name: _array(p) for name, p in module.named_parameters()} for key, module in self._trained.items()}
         moments = self._optimizer.state_dict()["state"]
         adam = {str(i): {k: _array(v) for k, v in values.items()} for i, values in moments.items()}
-        return {"version": self.version, "model": state, "adam": adam}
+        return {"version": self.version, "kl_coef": self.kl_coef, **weights, "adam": adam}
 
     @torch.no_grad()
     def set_state(self, state: dict) -> None:
-        self.version = state["version"]
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(torch.from_numpy(state["model"][name]))
+        self.version, self.kl_coef = state["version"], state["kl_coef"]
+        for key, module in self._trained.items():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(torch.from_numpy(state[key][name]))
         adam = {int(i): {k: torch.from_numpy(np.array(v)) for k, v in values.items()} for i, values in state["adam"].items()}
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
 
@@ -155,15 +175,25 @@ class HFLearner:
             h.update(parameter.detach().float().numpy().tobytes())
         return h.hexdigest()
 
-    def _advantages(self, batch: Batch) -> torch.Tensor:
-        """[S, T] float32: group-relative rewards of the sequences in the loss on every response token, whitened over the batch's tokens if asked."""
+    def _rewards(self, batch: Batch, logp_prox: np.ndarray | None) -> tuple[torch.Tensor, dict[str, float]]:
+        """Token rewards [S, T], and statistics of the KL to the reference, of the policy before the update as far as it is known."""
+        mask, reward = torch.from_numpy(batch.mask), torch.tensor(batch.reward)
+        if batch.logp_ref is None:
+            if self.kl_coef:
+                raise ValueError(f"step {self.version}: algorithm.kl_coef is {self.kl_coef:g} and the batch has no logp_ref: add it, or set 0")
+            return token_rewards(reward, torch.zeros(mask.shape), mask, kl_coef=0.0), {}
+        logp, ref = torch.from_numpy(batch.logp_behav if logp_prox is None else logp_prox), torch.from_numpy(batch.logp_ref)
+        kl, responses = kl_estimate(logp, ref, self.algorithm.kl_estimator), int(batch.keep.sum())
+        rewards = token_rewards(reward, kl, mask, kl_coef=self.kl_coef)
+        per_response = float(kl[mask].double().sum()) / responses if responses else float("nan")
+        return rewards, {"kl": per_response, "kl_coef": self.kl_coef, "kl_clamped": int(kl_clamped(logp[mask], ref[mask]))}
+
+    def _targets(self, batch: Batch, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the loss compares with, [S, T] each: here the group-relative rewards of whole sequences, on every response token."""
         rows, mask = np.flatnonzero(batch.keep), torch.from_numpy(batch.mask)
         per_sequence = torch.zeros(len(batch))
-        per_sequence[rows] = group_relative(
-            torch.from_numpy(batch.reward[rows]), torch.from_numpy(batch.group[rows]), std=self.algorithm.advantage_std
-        )
-        advantages = per_sequence[:, None].expand(mask.shape).where(mask, 0.0)
-        return whiten(advantages, mask) if self.algorithm.advantage_whiten and mask.any() else advantages
+        per_sequence[rows] = group_relative(rewards.sum(1)[rows], torch.from_numpy(batch.group[rows]), std=self.algorithm.advantage_std)
+        return {"advantages": per_sequence[:, None].expand(mask.shape).where(mask, 0.0)}
 
     def _minibatches(self, batch: Batch) -> list[np.ndarray]:
         """Sequence indices per optimiser step, shuffled anew in every epoch; a function of seed and step alone."""
@@ -182,16 +212,16 @@ class HFLearner:
             groups[-1].append(rows[i])
         return [np.array(g, np.int64) for g in groups]
 
-    def _loss(self, step: _Step, rows: np.ndarray, denominator: int) -> tuple[torch.Tensor, dict]:
-        part = step.batch.rows(rows)
-        width = part.token.shape[1]
-        mask, behav = torch.from_numpy(part.mask), torch.from_numpy(part.logp_behav)
-        theta, entropy = self._logp(part)
-        prox = None if step.logp_prox is None else torch.from_numpy(step.logp_prox[rows, :width])
+    def _loss(self, part: Batch, columns: dict[str, torch.Tensor], denominator: int) -> tuple[torch.Tensor, dict]:
+        return self._policy_loss(part, columns, self._states(self.model, part), denominator)
+
+    def _policy_loss(self, part: Batch, columns: dict, states: torch.Tensor, denominator: int) -> tuple[torch.Tensor, dict]:
+        mask, behav, version = (torch.from_numpy(x) for x in (part.mask, part.logp_behav, part.version))
+        theta, entropy = self._logp(part, states)
         with self._naming_step():
-            loss, stats = self._objective(theta, prox, behav, step.advantages[rows, :width], mask, denominator, torch.from_numpy(part.version))
-        if not step.norms:  # before the first optimiser step, what the sampler says of fresh tokens must be what the learner finds
-            fresh = mask & torch.from_numpy(part.version == self.version)
+            loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
+        if not self._step.norms:  # before the first optimiser step, what the sampler says of fresh tokens must be what the learner finds
+            fresh = mask & (version == self.version)
             stats |= {"sampler_gap_sum": (theta.detach() - behav).abs().where(fresh, 0).double().sum(), "fresh_tokens_sum": fresh.double().sum()}
         return loss, stats | {"entropy_sum": entropy.where(mask, 0).double().sum()}
 
@@ -221,26 +251,27 @@ class HFLearner:
             stats |= {f"prox_abs_error/{name}_sum": (make() - prox).abs().where(mask, 0).double().sum() for name, make in approximations.items()}
         return loss, stats
 
-    def _logp(self, batch: Batch, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [S, T] of the responses, float32; entropies are 0 where they are not asked for.
+    def _states(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Last hidden states [S, W, H] of prompts and responses joined: what follows a token is predicted at its place."""
+        width, total = batch.prompt.shape[1], batch.prompt_length + batch.length
+        ids = np.zeros((len(batch), width + batch.token.shape[1]), np.int64)
+        ids[:, :width] = np.where(np.arange(width) < batch.prompt_length[:, None], batch.prompt, 0)
+        row, t = np.nonzero(np.arange(batch.token.shape[1]) < batch.length[:, None])
+        ids[row, batch.prompt_length[row] + t] = batch.token[row, t]
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=self._mixed):
+            # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
+            return hidden_states(model, torch.from_numpy(ids[:, : int(total.max())]))
+
+    def _logp(self, batch: Batch, states: torch.Tensor, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [S, T] of the responses, float32, from the policy's hidden states; entropies are 0 where they are not asked for.
 
         Vocabulary logits exist for a chunk of tokens at a time, also in the backward pass.
         """
-        width = batch.prompt.shape[1] + batch.token.shape[1]
-        total = batch.prompt_length + batch.length
-        ids = np.zeros((len(batch), width), np.int64)
-        ids[:, : batch.prompt.shape[1]] = np.where(np.arange(batch.prompt.shape[1]) < batch.prompt_length[:, None], batch.prompt, 0)
         row, t = np.nonzero(np.arange(batch.token.shape[1]) < batch.length[:, None])
-        place = batch.prompt_length[row] + t  # of the token; the hidden state one before it predicts it
-        ids[row, place] = batch.token[row, t]
-        width = int(total.max())
-        target, chunk = torch.from_numpy(ids[row, place]), self.config.logp_chunk_tokens
+        hidden, target = states[row, batch.prompt_length[row] + t - 1], torch.from_numpy(batch.token[row, t].astype(np.int64))  # [N, H], [N]
+        chunks = zip(*(x.split(self.config.logp_chunk_tokens) for x in (hidden, target)), strict=True)
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._mixed):
-            # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
-            hidden = hidden_states(self.model, torch.from_numpy(ids[:, :width]))[row, place - 1]  # [N, H]
-            parts = [
-                checkpoint(self._head, h, y, with_entropy, use_reentrant=False) for h, y in zip(hidden.split(chunk), target.split(chunk), strict=True)
-            ]
+            parts = [checkpoint(self._head, h, y, with_entropy, use_reentrant=False) for h, y in chunks]
         shape, index = batch.token.shape, (torch.from_numpy(row), torch.from_numpy(t))
         logp, entropy = (torch.zeros(shape).index_put(index, torch.cat(columns)) for columns in zip(*parts, strict=True))
         return logp, entropy.detach()
@@ -257,10 +288,18 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to(torch.float32, copy=True).numpy()
 
 
+@dataclass
 class _Step:
     """A training step in progress."""
 
-    def __init__(self, batch: Batch, logp_prox: np.ndarray | None, advantages: torch.Tensor, minibatches: list[np.ndarray]) -> None:
-        self.batch, self.logp_prox, self.advantages, self.minibatches = batch, logp_prox, advantages, minibatches
-        self.stats: list[dict] = []
-        self.norms: list[float] = []
+    batch: Batch
+    columns: dict[str, torch.Tensor]  # [S, T]: advantages, and what else the loss compares with
+    divergence: dict[str, float]  # statistics of the KL to the reference; empty without one
+    minibatches: list[np.ndarray]
+    stats: list[dict] = field(default_factory=list)  # one per optimiser step, like the norms
+    norms: list[float] = field(default_factory=list)
+
+    def cut(self, rows: np.ndarray) -> tuple[Batch, dict[str, torch.Tensor]]:
+        """Batch and columns of some sequences, trimmed to the longest of them."""
+        part = self.batch.rows(rows)
+        return part, {name: column[rows, : part.token.shape[1]] for name, column in self.columns.items()}

@@ -49,6 +49,9 @@ class Learner(Protocol):
     def logp(self, batch: Batch) -> np.ndarray:
         """Log-probs [S, T] of the response tokens under the current weights, no gradient."""
 
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """V(prefix before token t) [S, T] and V(whole response) [S] under the current weights; learners with a critic only."""
+
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
         """One training step on the whole batch; returns statistics."""
 

@@ -1,0 +1,360 @@
+"""Frozen models that read responses while they are written: a reward model and the reference policy (OPPO, arXiv 2509.25762, intra-step overlap).
+
+A model that attends backwards only may read a response in pieces: its keys and values are kept between pieces, and across training steps, because its
+weights never change. The prompt is read with the first piece. A reward model that cannot do so reads whole responses once they are complete.
+
+Shape legend: R sequences read in one forward pass, T longest new piece, H hidden, V vocabulary, N response tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from nowait.batch import RUNNING, Request, Rollouts, Segments, pack_requests, pad, unpack_requests
+from nowait.workers.kv_cache import SlotCache, needs_more
+from nowait.workers.models import hidden_states, load_policy, model_folder
+
+log = logging.getLogger(__name__)
+PREFILL_TOKENS = 16384  # padded tokens per forward pass
+LOGIT_TOKENS = 2048  # tokens whose vocabulary logits exist at once
+
+
+@dataclass
+class _Held:
+    """A sequence that is being read."""
+
+    slot: int
+    prompt: np.ndarray
+    read: int = 0  # tokens in the cache, prompt included
+    finish: int = RUNNING
+
+
+class Streamed:
+    """A causal model that reads pieces of many sequences at once, each at its own length; `slots` sequences of `capacity` tokens at most.
+
+    Values do not depend on how a response was cut into pieces, nor on what else was read with it, up to rounding.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, capacity: int, n: int) -> None:
+        self.model, self.n, self.capacity = model.requires_grad_(False), n, capacity
+        self._cache = SlotCache(model.config, slots, capacity, model.dtype)
+        self._newest = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)  # hidden state of the last token read
+        self._free = list(range(slots))
+        self._requests: dict[int, Request] = {}
+        self._held: dict[int, _Held] = {}  # by sequence id
+
+    def admit(self, requests: list[Request]) -> None:
+        """Reserve slots. Raises ValueError, and admits none of them, where a request is known, too long, or finds no slot."""
+        for request in requests:
+            if request.id in self._requests:
+                raise ValueError(f"request {request.id} was admitted twice")
+            if request.n != self.n:
+                raise ValueError(f"request {request.id} has {request.n} samples, this worker was built for {self.n}")
+            if len(request.prompt) + request.max_new_tokens > self.capacity:
+                size = f"{len(request.prompt)} prompt + {request.max_new_tokens} new tokens"
+                raise ValueError(f"request {request.id}: {size} exceed the cache of {self.capacity}")
+        if len(requests) * self.n > len(self._free):
+            raise ValueError(f"{len(requests)} requests x {self.n} samples exceed the {len(self._free)} free slots: finish or drop others first")
+        for request in requests:
+            self._requests[request.id] = request
+            self._held.update((sequence, _Held(self._free.pop(0), request.prompt)) for sequence in request.sequences)
+
+    @torch.inference_mode()
+    def prefill(self, segments: Segments) -> int:
+        """Read what is new of some sequences; returns how many tokens that was, prompts included."""
+        pieces: list[tuple[_Held, np.ndarray]] = []
+        lengths = np.diff(segments.offset)
+        for i, sequence in enumerate(segments.sequence.tolist()):
+            if (held := self._held.get(sequence)) is None:
+                raise ValueError(f"sequence {sequence} was not admitted, or its request has finished")
+            if held.finish != RUNNING:
+                raise ValueError(f"sequence {sequence} had finished and got more tokens")
+            held.finish = int(segments.finish[i])
+            if lengths[i]:
+                token = segments.token[segments.offset[i] : segments.offset[i + 1]]
+                pieces.append((held, token if held.read else np.concatenate([held.prompt, token])))
+        for rows in _groups([len(token) for _, token in pieces]):
+            self._read([pieces[i][0] for i in rows], [pieces[i][1] for i in rows])
+        return sum(len(token) for _, token in pieces)
+
+    def drop(self, ids: list[int]) -> None:
+        """Forget requests, complete or not."""
+        self._check_held(ids)
+        for i in ids:
+            for sequence in self._requests.pop(i).sequences:
+                self._free.append(self._held.pop(sequence).slot)
+
+    def get_state(self) -> dict:
+        """What is held, with the cached keys and values, in float32."""
+        slots, lengths = self._layout()
+        keys, values = self._cache.read(slots, lengths)
+        return {
+            "requests": pack_requests(list(self._requests.values())),
+            "read": lengths,
+            "finish": np.array([held.finish for held in self._held.values()], np.uint8),
+            "newest": self._newest[torch.from_numpy(slots)].float().numpy(),
+            "keys": keys.float().numpy(),
+            "values": values.float().numpy(),
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Hold exactly what the worker held that gave the state; values continue bit for bit."""
+        self.drop(list(self._requests))
+        self.admit(unpack_requests(state["requests"]))
+        for held, read, finish in zip(self._held.values(), state["read"].tolist(), state["finish"].tolist(), strict=True):
+            held.read, held.finish = read, finish
+        slots, lengths = self._layout()
+        self._cache.write(slots, lengths, *(torch.from_numpy(state[name]) for name in ("keys", "values")))
+        self._newest[torch.from_numpy(slots)] = torch.from_numpy(state["newest"]).to(self._newest.dtype)
+
+    def _layout(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slot and tokens read of every sequence, int64."""
+        held = self._held.values()
+        return np.array([h.slot for h in held], np.int64), np.array([h.read for h in held], np.int64)
+
+    def _check_held(self, ids: Sequence[int]) -> None:
+        if unknown := [i for i in ids if i not in self._requests]:
+            raise ValueError(f"requests {', '.join(map(str, unknown))} are not held: admit them first, and finish or drop them once")
+
+    def _complete(self, ids: Sequence[int]) -> list[_Held]:
+        """The sequences of complete requests, in order."""
+        self._check_held(ids)
+        if unfinished := [i for i in ids if any(self._held[s].finish == RUNNING for s in self._requests[i].sequences)]:
+            raise ValueError(f"requests {', '.join(map(str, unfinished))} are not complete: read them to their end first")
+        return [self._held[s] for i in ids for s in self._requests[i].sequences]
+
+    def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
+        """One forward pass over the next tokens of some sequences; returns their hidden states [R, T, H]."""
+        length = torch.tensor([len(token) for token in tokens])
+        start, slots = torch.tensor([held.read for held in rows]), torch.tensor([held.slot for held in rows])
+        step = torch.arange(int(length.max()))
+        positions = start[:, None] + torch.minimum(step, length[:, None] - 1)  # padding sees what the last token sees
+        span = int((start + length).max())
+        mask = torch.where(torch.arange(span) <= positions[..., None], 0.0, -torch.inf)[:, None].to(self.model.dtype)  # [R, 1, T, span]
+        cache = self._cache.at(slots, positions.masked_fill(step >= length[:, None], self._cache.spare), span)
+        hidden = hidden_states(self.model, torch.from_numpy(pad(tokens, 0, np.int64)), mask, positions, cache)
+        self._newest[slots] = hidden[torch.arange(len(rows)), length - 1]
+        for held, token in zip(rows, tokens, strict=True):
+            held.read += len(token)
+        return hidden
+
+
+class StreamedReward(Streamed):
+    """Scores by a causal model with one label: its score head at the newest token of a response, EOS included.
+
+    `load_reward` makes one where that is what the model computes.
+    """
+
+    @torch.inference_mode()
+    def finish(self, ids: list[int]) -> list[list[float]]:
+        """n scores per complete request, in the order of ids; forgets them."""
+        slots = torch.tensor([held.slot for held in self._complete(ids)], dtype=torch.int64)
+        scores = _by_request(self.model.score(self._newest[slots]), ids, self.n)
+        self.drop(ids)
+        return scores
+
+
+class StreamedReference(Streamed):
+    """Per-token log-probs of responses under a frozen policy, at the training temperature."""
+
+    def __init__(self, path: str, *, slots: int, capacity: int, temperature: float, n: int, dtype: str = "float32", threads: int = 1) -> None:
+        super().__init__(load_policy(path, dtype, threads), slots=slots, capacity=capacity, n=n)
+        self.temperature = temperature
+        self._logp = np.zeros((slots, capacity), np.float32)  # by position of the token, prompt included
+
+    def finish(self, ids: list[int]) -> list[list[np.ndarray]]:
+        """For each complete request, n arrays float32 of the length of the response; forgets the requests."""
+        held = self._complete(ids)
+        logp = [self._logp[h.slot, len(h.prompt) : h.read].copy() for h in held]
+        for i, row in enumerate(logp):
+            if not np.isfinite(row).all():
+                raise FloatingPointError(f"request {ids[i // self.n]}: the reference's log-probs are not finite; see algorithm.kl_coef, model.path")
+        self.drop(ids)
+        return [logp[i : i + self.n] for i in range(0, len(logp), self.n)]
+
+    def get_state(self) -> dict:
+        slots, lengths = self._layout()
+        rows = [self._logp[slot, :length] for slot, length in zip(slots, lengths, strict=True)]
+        return super().get_state() | {"logp": np.concatenate([np.empty(0, np.float32), *rows])}
+
+    def set_state(self, state: dict) -> None:
+        super().set_state(state)
+        slots, lengths = self._layout()
+        for slot, row in zip(slots, np.split(state["logp"], np.cumsum(lengths)), strict=False):
+            self._logp[slot, : len(row)] = row
+
+    def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
+        """Also note the log-prob of each response token, which the hidden state one before it predicts."""
+        slots, start = [held.slot for held in rows], np.array([held.read for held in rows])
+        before = self._newest[slots]
+        hidden = super()._read(rows, tokens)
+        before = torch.cat([before[:, None], hidden[:, :-1]], 1)
+        place = start[:, None] + np.arange(hidden.shape[1])  # [R, T]
+        answers = place >= np.array([len(held.prompt) for held in rows])[:, None]
+        row, t = np.nonzero(answers & (place < np.array([held.read for held in rows])[:, None]))
+        target = torch.from_numpy(pad(tokens, 0, np.int64)[row, t])
+        parts = zip(before[row, t].split(LOGIT_TOKENS), target.split(LOGIT_TOKENS), strict=True)
+        self._logp[np.array(slots)[row], place[row, t]] = torch.cat([self._head(h, y) for h, y in parts]).numpy()
+        return hidden
+
+    def _head(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [tokens, V]
+        return logp.gather(-1, target[:, None])[:, 0]
+
+
+class WholeReward:
+    """Scores by any model with one label, once responses are complete: what cannot be streamed.
+
+    `encode` gives the model's token ids for a prompt and a response (without the policy's EOS) in those of the policy.
+    """
+
+    def __init__(self, model: PreTrainedModel, encode: Callable[[np.ndarray, np.ndarray], list[int]], *, padding: int, n: int) -> None:
+        self.model, self.n = model.requires_grad_(False), n
+        self._encode, self._padding, self._held = encode, padding, Rollouts(n)
+        self._reads_newest = _scores_newest(model)
+
+    def admit(self, requests: list[Request]) -> None:
+        self._held.admit(requests)
+
+    def prefill(self, segments: Segments) -> int:
+        """Keep the tokens; the model reads none of them yet."""
+        self._held.add(segments)
+        return 0
+
+    @torch.inference_mode()
+    def finish(self, ids: list[int]) -> list[list[float]]:
+        """n scores per complete request, in the order of ids; forgets them."""
+        batch = self._held.take(ids, 0)
+        columns = zip(batch.prompt, batch.prompt_length, batch.token, batch.length, strict=True)
+        texts = [np.array(self._encode(prompt[:p], token[:length]), np.int64) for prompt, p, token, length in columns]
+        longest, most = max(map(len, texts)), getattr(self.model.config, "max_position_embeddings", None)
+        if most is not None and longest > most:
+            raise ValueError(f"reward.path: a response makes {longest} tokens, the model reads {most}: lower sampler.max_new_tokens")
+        scores = torch.empty(len(texts), 1)
+        for rows in _groups([len(text) for text in texts]):
+            scores[rows] = self._score([texts[i] for i in rows]).float()
+        return _by_request(scores, ids, self.n)
+
+    def drop(self, ids: list[int]) -> None:
+        self._held.drop(ids)
+
+    def get_state(self) -> dict:
+        return self._held.get_state()
+
+    def set_state(self, state: dict) -> None:
+        self._held.set_state(state)
+
+    def _score(self, texts: list[np.ndarray]) -> torch.Tensor:
+        """Scores [R, 1]. A head on one token reads the last one by the length: by the padding token, an EOS that is also padding would be missed."""
+        ids, length = torch.from_numpy(pad(texts, self._padding, np.int64)), torch.tensor([len(text) for text in texts])
+        mask = (torch.arange(ids.shape[1]) < length[:, None]).long()
+        if not self._reads_newest:
+            return self.model(input_ids=ids, attention_mask=mask).logits
+        return self.model.score(hidden_states(self.model, ids, mask)[torch.arange(len(texts)), length - 1])
+
+
+def load_reward(
+    path: str, policy: str, *, slots: int, capacity: int, n: int, dtype: str = "float32", threads: int = 1
+) -> StreamedReward | WholeReward:
+    """The reward model `path` for responses of the policy `policy`: streamed where that gives what the model computes, else whole, with a warning.
+
+    Raises ValueError for a model that cannot be loaded, has several labels or no trained head, or lacks the padding token that it needs.
+    """
+    torch.set_num_threads(threads)
+    model = _load_scorer(path, dtype)
+    try:
+        own, of_policy = (AutoTokenizer.from_pretrained(model_folder(folder)) for folder in (path, policy))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"reward.path: cannot load the tokenizers of {path!r} and {policy!r}: {error}") from error
+    vocabulary = own.get_vocab()
+    same = all(vocabulary.get(token) == i for token, i in of_policy.get_vocab().items())
+    reason = _obstacle(model, capacity) if same else "its vocabulary is not the policy's"
+    if reason is None:
+        return StreamedReward(model, slots=slots, capacity=capacity, n=n)
+    log.warning("reward.path: %r is not read while responses are written, but whole at their end: %s", path, reason)
+    padding = own.pad_token_id if model.config.pad_token_id is None else model.config.pad_token_id
+    if padding is None:
+        raise ValueError(f"reward.path: {path!r} scores padded batches and names no padding token: set pad_token_id in its config.json")
+
+    def encode(prompt: np.ndarray, token: np.ndarray) -> list[int]:
+        ids = np.concatenate([prompt, token]).tolist()
+        return ids if same else own(of_policy.decode(ids, skip_special_tokens=True))["input_ids"]
+
+    return WholeReward(model, encode, padding=padding, n=n)
+
+
+def _load_scorer(path: str, dtype: str) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        load = AutoModelForSequenceClassification.from_pretrained
+        model, found = load(model_folder(path), dtype=getattr(torch, dtype), output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"reward.path: cannot load {path!r}: {error}") from error
+    if model.config.num_labels != 1:
+        raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"reward.path: {path!r} has no trained {', '.join(missing)}; take a trained reward model")
+    return model.eval()
+
+
+@torch.inference_mode()
+def _obstacle(model: PreTrainedModel, capacity: int) -> str | None:
+    """Why a model with the policy's vocabulary cannot be streamed, or None if it can: tried out on one sequence."""
+    if model.config.is_encoder_decoder:
+        return "it has an encoder"
+    ids = _probe(model)
+    changed = torch.cat([ids[:, :6], ids[:, 6:].flip(1)], 1)
+    one, two = (model.base_model(input_ids=x).last_hidden_state for x in (ids, changed))
+    if not _close(one[:, :6], two[:, :6]):
+        return "its attention looks ahead"
+    if not _scores_newest(model):
+        return "its score is not one linear head at the newest token"
+    if reason := needs_more(model.config, capacity):
+        return f"streaming needs {reason}"
+    return None
+
+
+@torch.inference_mode()
+def _scores_newest(model: PreTrainedModel) -> bool:
+    """Whether a model's score is that of the linear layer `score` at the last token: tried out on one sequence."""
+    ids, head = _probe(model), getattr(model, "score", None)
+    if model.config.is_encoder_decoder or not isinstance(head, torch.nn.Linear):
+        return False
+    return _close(head(model.base_model(input_ids=ids).last_hidden_state[:, -1]), model(input_ids=ids).logits)
+
+
+def _probe(model: PreTrainedModel) -> torch.Tensor:
+    """A sequence without padding tokens, [1, 12]."""
+    return torch.tensor([[i for i in range(model.config.vocab_size) if i != model.config.pad_token_id][:12]])
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool((one - two).abs().max() <= 1e-4 * one.abs().max())
+
+
+def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float]]:
+    """Scores [len(ids) * n, 1] as n numbers per request; what is not finite raises."""
+    values = scores.float()[:, 0].tolist()
+    for i, value in enumerate(values):
+        if not np.isfinite(value):
+            raise FloatingPointError(f"request {ids[i // n]}: the reward model gave {value}; see reward.path, model.dtype")
+    return [values[i * n : (i + 1) * n] for i in range(len(ids))]
+
+
+def _groups(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices by descending length, in groups of at most PREFILL_TOKENS padded tokens (or one sequence); padding at most doubles a sequence."""
+    group: list[int] = []
+    for i in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
+        if group and ((len(group) + 1) * lengths[group[0]] > PREFILL_TOKENS or 2 * lengths[i] < lengths[group[0]]):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
