@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from tiny import exact, experiment, fingerprint, train
 
 from nowait import checkpoint, runs
+from nowait.bench import short_training
+from nowait.config import load
 from nowait.runs import RunFailed
 from nowait.workers.scorers import GraderFailed
 
@@ -185,3 +187,14 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_second_call_continues(
     assert result.finished and result.metrics["step"].tolist() == list(range(1, 17))
     kept = ["step", "train/grad_norm", "time/elapsed"]
     assert result.metrics[kept][:done].equals(recorded[kept][:done])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["a3po/setup1", "a3po/setup2"])
+def test_at_cpu_scale_the_learner_is_the_bottleneck_so_that_tokens_grow_stale_and_recompute_clips(setup):
+    experiment = load(setup, method="recompute")
+    eta = experiment.schedule.max_staleness
+    rows, _ = short_training(experiment, "model", steps=3 * eta, seed=0)
+    late = rows[2 * eta :]
+    assert np.mean([row["stale/d_mean"] for row in late]) > 2  # at d = 1 A-3PO would be coupled PPO
+    assert np.mean([row["train/clip_frac"] for row in late]) > 0

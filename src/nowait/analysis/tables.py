@@ -134,7 +134,8 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
     how = "medians over interleaved blocks" if blocks > 1 else "one pass over the methods, which shows no spread"
     note = (
         "Published hours include evaluations; the speed-ups that the paper names are against synchronous training. "
-        f"Measured: {scale} scale, clock = {clock}, {how}; 1 + f/u (forward over update) bounds any gain over recompute."
+        f"Measured: {scale} scale, clock = {clock}, {how}, so columns do not divide exactly. 1 + f/u, of recompute's own forward pass and update, "
+        "bounds what a method with equal updates can gain by not running the pass, up to the noise of both; reuse makes fewer updates."
     )
     balances = map(_balance, frame[frame["method"] == "loglinear"].to_dict("records"))
     return markdown(frame, columns) + "".join(f"\n{text}\n" for text in (note, *balances))
@@ -146,7 +147,7 @@ def _balance(row: dict) -> str:
     limit = "the sampler, for which recompute waits as well" if s >= u + f else "the learner"
     return (
         f"{row['setup']}: s = {s:.3f}, u = {u:.3f}, f = {f:.3f} seconds of sampling, update and forward pass per step, s/u = {s / u:.2f}; "
-        f"the bottleneck is {limit}. A-3PO is {row['speedup_over_recompute']:.2f} times as fast as recompute, of at most {row['bound']:.2f}, "
+        f"the bottleneck is {limit}. A-3PO is {row['speedup_over_recompute']:.2f} times as fast as recompute (1 + f/u = {row['bound']:.2f}), "
         f"and {row['speedup_over_sync_colocated']:.2f} times as fast as sync colocated."
     )
 
