@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from nowait.batch import LENGTH, STOP, Request, Segments, Weights, pack_requests, unpack_requests
-from nowait.workers.kv_cache import GROUPED, SlotCache
+from nowait.workers.kv_cache import GROUPED, SlotCache, read_groups
 from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
-
-PREFILL_TOKENS = 16384  # padded tokens per prefill call
 
 
 class HFSampler:
@@ -125,11 +123,8 @@ class HFSampler:
         self._fresh[:] = False
         lengths = self._columns["length"][rows] - 1
         rows, lengths = rows[lengths > 0], lengths[lengths > 0]
-        while len(rows):
-            widest = np.maximum.accumulate(lengths)
-            fit = max(1, int(np.searchsorted(widest * np.arange(1, len(rows) + 1), PREFILL_TOKENS, "right")))
-            self._prefill_rows(rows[:fit], lengths[:fit])
-            rows, lengths = rows[fit:], lengths[fit:]
+        for group in read_groups(lengths.tolist()):
+            self._prefill_rows(rows[group], lengths[group])
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         width = int(lengths.max())

@@ -9,7 +9,7 @@ Shape legend: R sequences read in one forward pass, T longest new piece, H hidde
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging as transformers_logging
 
 from nowait.batch import RUNNING, Request, Rollouts, Segments, pack_requests, pad, unpack_requests
-from nowait.workers.kv_cache import SlotCache, needs_more
+from nowait.workers.kv_cache import SlotCache, needs_more, read_groups
 from nowait.workers.models import hidden_states, load_policy, model_folder
 
 log = logging.getLogger(__name__)
-PREFILL_TOKENS = 16384  # padded tokens per forward pass
 LOGIT_TOKENS = 2048  # tokens whose vocabulary logits exist at once
 
 
@@ -80,7 +79,7 @@ class Streamed:
             if lengths[i]:
                 token = segments.token[segments.offset[i] : segments.offset[i + 1]]
                 pieces.append((held, token if held.read else np.concatenate([held.prompt, token])))
-        for rows in _groups([len(token) for _, token in pieces]):
+        for rows in read_groups([len(token) for _, token in pieces]):
             self._read([pieces[i][0] for i in rows], [pieces[i][1] for i in rows])
         return sum(len(token) for _, token in pieces)
 
@@ -238,7 +237,7 @@ class WholeReward:
         if most is not None and longest > most:
             raise ValueError(f"reward.path: a response makes {longest} tokens, the model reads {most}: lower sampler.max_new_tokens")
         scores = torch.empty(len(texts), 1)
-        for rows in _groups([len(text) for text in texts]):
+        for rows in read_groups([len(text) for text in texts]):
             scores[rows] = self._score([texts[i] for i in rows]).float()
         return _by_request(scores, ids, self.n)
 
@@ -346,15 +345,3 @@ def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float
         if not np.isfinite(value):
             raise FloatingPointError(f"request {ids[i // n]}: the reward model gave {value}; see reward.path, model.dtype")
     return [values[i * n : (i + 1) * n] for i in range(len(ids))]
-
-
-def _groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices by descending length, in groups of at most PREFILL_TOKENS padded tokens (or one sequence); padding at most doubles a sequence."""
-    group: list[int] = []
-    for i in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
-        if group and ((len(group) + 1) * lengths[group[0]] > PREFILL_TOKENS or 2 * lengths[i] < lengths[group[0]]):
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
