@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from tiny import EXACT, assert_plain, generate, requests, response, save_model
+from tiny import EXACT, assert_plain, generate, requests, response, save_model, train_in_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -159,13 +159,8 @@ def test_two_ranks_train_like_one(tiny, fresh, minibatches):
     options = {"minibatches": minibatches, "epochs": 2, "eps": 1e-6}  # Adam makes noise in gradients near zero as large as lr otherwise
     one, ranks = learner(tiny, **options), [learner(tiny, **options) for _ in range(2)]
     expected = one.update(fresh)
-    (count,) = {worker.prepare(fresh) for worker in ranks}
+    count, stats = train_in_ranks(ranks, fresh)
     assert count == 2 * minibatches
-    for m in range(count):
-        shares = [worker.gradient(m, rank, 2) for rank, worker in enumerate(ranks)]
-        for worker in ranks:
-            worker.apply(shares)
-    stats = [worker.finish() for worker in ranks]
     assert ranks[0].digest() == ranks[1].digest() and stats[0] == stats[1]
     torch.testing.assert_close(parameters(ranks[0]), parameters(one), atol=1e-6, rtol=0)
     assert stats[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)

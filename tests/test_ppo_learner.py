@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import EXACT, response
+from tiny import EXACT, response, train_in_ranks
 from tiny_ppo import BOTH_CRITICS, at, awake, blank, gradients, parameters, ppo, scored_responses, trained
 from transformers import AutoModelForCausalLM
 
@@ -205,12 +205,7 @@ def test_two_ranks_train_like_one(tiny, fresh, shared, minibatches):
     options = {"minibatches": minibatches, "epochs": 2, "eps": 1e-6, "algorithm": {"kl_coef": 0.1, "kl_target": 1.0}, "critic": {"shared": shared}}
     one, ranks = awake(ppo(tiny, **options)), [awake(ppo(tiny, **options)) for _ in range(2)]
     expected = one.update(fresh)
-    (count,) = {worker.prepare(fresh) for worker in ranks}
-    for m in range(count):
-        shares = [worker.gradient(m, rank, 2) for rank, worker in enumerate(ranks)]
-        for worker in ranks:
-            worker.apply(shares)
-    stats = [worker.finish() for worker in ranks]
+    _, stats = train_in_ranks(ranks, fresh)
     assert ranks[0].digest() == ranks[1].digest() and stats[0] == stats[1]
     torch.testing.assert_close(parameters(ranks[0]), parameters(one), atol=2e-6, rtol=0)
     assert stats[0] == pytest.approx(expected, rel=1e-3, abs=2e-5) and ranks[0].kl_coef == one.kl_coef != 0.1

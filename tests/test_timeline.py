@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nowait.results import RunResult
 from nowait.runtime.timeline import Span, Timeline
 
 
@@ -90,7 +91,7 @@ def test_spans_appended_in_parts_are_read_back_equal(tmp_path):
     written = spans.append_to(file)
     spans.spans.append(Span("b", "learner", "update", 10, 11.0625, step=7))
     assert (written, spans.append_to(file, written)) == (5, 6)
-    assert Timeline.load(file).spans == spans.spans
+    assert RunResult(tmp_path).timeline.spans == spans.spans
 
 
 def test_utilisation_survives_a_constant_shift_of_time():

@@ -66,6 +66,16 @@ def generate(sampler, wanted: list[Request], chunk: int = 8, step: int = 0) -> B
     return rollouts.take([r.id for r in wanted], step)
 
 
+def train_in_ranks(ranks: list, batch: Batch) -> tuple[int, list[dict]]:
+    """One data-parallel training step: the number of its minibatches, and the statistics of every rank."""
+    (count,) = {worker.prepare(batch) for worker in ranks}
+    for m in range(count):
+        shares = [worker.gradient(m, rank, len(ranks)) for rank, worker in enumerate(ranks)]
+        for worker in ranks:
+            worker.apply(shares)
+    return count, [worker.finish() for worker in ranks]
+
+
 def response(batch: Batch, i: int, column: str = "token") -> np.ndarray:
     """A column of sequence i without its padding."""
     return getattr(batch, column)[i, : batch.length[i]]

@@ -16,7 +16,7 @@ from nowait.tasks.arithmetic import Arithmetic
 DATA = Path(__file__).parent / "data"
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 WIDEST = Arithmetic(operand_mean=8.0, operand_cap=64, seed=2**31)  # this seed keeps the rows apart from those of RL
-EVALUATED = {  # the distributions of A-3PO setup 1, A-3PO setup 2 and OPPO
+EVALUATED = {  # the distributions of A-3PO setup 1 and OPPO, and one between them
     "cap12": Arithmetic(operand_mean=4.5, operand_cap=12),
     "cap24": Arithmetic(operand_mean=8.0, operand_cap=24),
     "cap64": Arithmetic(operand_mean=8.0, operand_cap=64),

@@ -12,13 +12,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from nowait import config as configs
-from nowait.batch import Batch, Request, Rollouts
+from nowait.batch import Batch, Request
 from nowait.config import Experiment
 from nowait.runtime.device import event_loop
 from nowait.runtime.timeline import Timeline
@@ -55,21 +55,30 @@ def training_times(experiments: dict[str, Experiment], clock: str = "measured", 
     and the tokens trained with staleness 0, 1, 2, ... with their mean. Raises ValueError for another clock, and unless the methods of
     `COMPARED` are there.
     """
-    if clock not in CLOCKS:
-        raise ValueError(f"a bench has no clock {clock!r}; choose {' or '.join(CLOCKS)}")
     if missing := [m for m in COMPARED if m not in experiments]:
         raise ValueError(f"the bench compares {', '.join(COMPARED)}; add {', '.join(missing)}")
-    results, ideals, methods = {method: [] for method in experiments}, [], list(experiments)
-    for block in range(blocks):
-        first = block % len(methods)
-        for method in methods[first:] + methods[:first]:
-            results[method].append(_block(experiments[method], clock, steps, seed=block))
-            say(f"block {block + 1} of {blocks}, {method}: {results[method][-1]['step']:.3f} s per step")
-        alone = results["loglinear"][-1] if clock == "measured" else _block(experiments["loglinear"], "measured", steps, seed=block)
-        ideals.append(alone["busiest"])
-    chosen = experiments["loglinear"]
-    facts = {"config": chosen.name, "scale": chosen.scale, "clock": clock, "blocks": blocks, "seeds": list(range(blocks)), "counted_steps": steps}
-    return facts | _summary(results, ideals)
+    facts, results, alone = interleaved(experiments, "loglinear", _block, clock, blocks, steps)
+    return facts | _summary(results, [block["busiest"] for block in alone])
+
+
+def interleaved(
+    experiments: dict[str, Experiment], chosen: str, block: Callable[..., dict], clock: str, blocks: int, steps: int
+) -> tuple[dict, dict[str, list[dict]], list[dict]]:
+    """`block(experiment, clock, steps, seed)` of every experiment in turn: what was run, the results by name, and those of `chosen` in processor
+    time. Raises ValueError for another clock.
+    """
+    if clock not in CLOCKS:
+        raise ValueError(f"a bench has no clock {clock!r}; choose {' or '.join(CLOCKS)}")
+    results, alone, names = {name: [] for name in experiments}, [], list(experiments)
+    for number in range(blocks):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            results[name].append(block(experiments[name], clock, steps, number))
+            say(f"block {number + 1} of {blocks}, {name}: {results[name][-1]['step']:.3f} s per step")
+        alone.append(results[chosen][-1] if clock == "measured" else block(experiments[chosen], "measured", steps, number))
+    ours = experiments[chosen]
+    facts = {"config": ours.name, "scale": ours.scale, "clock": clock, "blocks": blocks, "seeds": list(range(blocks)), "counted_steps": steps}
+    return facts, results, alone
 
 
 def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> dict:
@@ -236,20 +245,14 @@ def _one_batch(experiment: Experiment) -> Batch:
     from nowait import tasks
     from nowait.tasks.prompts import Prompts
     from nowait.training import load_tokenizer
-    from nowait.workers.sampler import HFSampler
+    from nowait.workers.sampler import HFSampler, generate
 
     sampling, n = experiment.sampler, experiment.schedule.group_size
     encode = load_tokenizer(experiment.model.path)[0]
     lengths = {"max_prompt_tokens": sampling.max_prompt_tokens, "max_new_tokens": sampling.max_new_tokens}
     requests = Prompts(tasks.load(experiment.task), encode, seed=0, n=n, **lengths).next(experiment.schedule.batch_size)
     model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "temperature": sampling.temperature}
-    worker = HFSampler(**model, slots=sampling.slots, capacity=sum(lengths.values()))
-    rollouts, left = Rollouts(n), len(requests)
-    rollouts.admit(requests)
-    worker.admit(requests)
-    while left:
-        left -= len(rollouts.add(worker.decode(sampling.chunk)))
-    return rollouts.take([r.id for r in requests], 0)
+    return generate(HFSampler(**model, slots=sampling.slots, capacity=sum(lengths.values())), requests, sampling.chunk)
 
 
 def _interpolation(behav: np.ndarray, theta: np.ndarray, version: np.ndarray) -> float:

@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 
 from nowait import config as configs
-from nowait.bench import COUNTED_STEPS, say, short_training
+from nowait.bench import COUNTED_STEPS, interleaved, short_training
 from nowait.config import Experiment
 
 VARIANTS = {  # method, and the share of B in requests that is overcommitted
@@ -52,18 +52,8 @@ def overlap_times(experiments: dict[str, Experiment], clock: str = "measured", b
     mean over decode steps) stands beside it. overlap_efficiency: ideal over elapsed time of `both`; ideal is the work of its busiest device, in
     processor time. overcommit_share: Δ / B of `both`. rows: per variant seconds per step (median, and of each block), speed-up, its stages.
     """
-    blocks_of: dict[str, list[dict]] = defaultdict(list)
-    ideals, names = [], list(experiments)
-    for block in range(blocks):
-        first = block % len(names)
-        for name in names[first:] + names[:first]:
-            blocks_of[name].append(_block(experiments[name], clock, steps, seed=block))
-            say(f"block {block + 1} of {blocks}, {name}: {blocks_of[name][-1]['step']:.3f} s per step")
-        alone = blocks_of["both"][-1] if clock == "measured" else _block(experiments["both"], "measured", steps, seed=block)
-        ideals.append(max(alone["work"].values()))
-    chosen = experiments["both"]
-    facts = {"config": chosen.name, "scale": chosen.scale, "clock": clock, "blocks": blocks, "seeds": list(range(blocks)), "counted_steps": steps}
-    return facts | _summary(experiments, dict(blocks_of), ideals)
+    facts, results, alone = interleaved(experiments, "both", _block, clock, blocks, steps)
+    return facts | _summary(experiments, results, [max(block["work"].values()) for block in alone])
 
 
 def _block(experiment: Experiment, clock: str, steps: int, seed: int) -> dict:

@@ -108,12 +108,17 @@ def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     ]
 
 
+def most_overlapped(x: Experiment) -> int:
+    """Requests that overlapped training holds at most."""
+    return x.schedule.batch_size + (x.overlap.delta_max if x.overlap.inter else 0)
+
+
 def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     overlap, plan, slots = x.overlap, x.schedule, x.sampler.slots
     wanted = ["sampler", "learner", *(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]
     placed = [role for hosted in x.runtime.placement.values() for role in hosted]
     wrong = [role for role in wanted if placed.count(role) != 1]
-    most = plan.batch_size + (overlap.delta_max if overlap.inter else 0)
+    most = most_overlapped(x)
     order = overlap.delta_min <= overlap.delta <= overlap.delta_max
     blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline" and overlap.intra
     together = f"{most} requests in flight x {plan.group_size} samples need {most * plan.group_size} slots, sampler.slots is {slots}"

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +24,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 from nowait import assets
 from nowait.assets import WIDEST, RewardRecipe, character_tokenizer
-from nowait.batch import Rollouts, pad
+from nowait.batch import pad
 from nowait.tasks import Split
-from nowait.tasks.arithmetic import Arithmetic
+from nowait.tasks.arithmetic import Arithmetic, solution
 from nowait.tasks.prompts import make_request
-from nowait.warm_start import fit, reproducible, write
+from nowait.warm_start import fit, packed, reproducible, write
 
 SAMPLES = 8  # of a policy, per prompt
 SAMPLED_SHARE = 8  # one prompt in so many is answered by the policy
@@ -49,15 +48,6 @@ class Pair:
     prompt: str
     better: str
     worse: str
-
-
-def solution(operands: list[int], restate: bool, errors: Iterable[int] = repeat(0)) -> str:
-    """Running sums and answer of a chain, in one of the two styles of the demonstrations; the i-th sum is too large by errors[i]."""
-    total, steps = operands[0], []
-    for operand, error in zip(operands[1:], errors, strict=False):
-        before, total = total, total + operand + error
-        steps.append(f"{before}+{operand}={total};" if restate else f"{total};")
-    return "".join(steps) + f"#{total}"
 
 
 def tidiness(response: str) -> float:
@@ -129,7 +119,7 @@ def sampled_pairs(task: Arithmetic, policy: str, split: Split, rows: list[int], 
 
 
 def _samples(task: Arithmetic, policy: str, split: Split, rows: list[int]) -> list[list[str]]:
-    from nowait.workers.sampler import HFSampler
+    from nowait.workers.sampler import HFSampler, generate
 
     tokenizer = character_tokenizer()
 
@@ -137,13 +127,7 @@ def _samples(task: Arithmetic, policy: str, split: Split, rows: list[int]) -> li
         return tokenizer(text)["input_ids"]
 
     wanted = [make_request(task, encode, split, i, row, SAMPLES, 128, LONGEST) for i, row in enumerate(rows)]
-    sampler, rollouts = HFSampler(f"asset:{policy}", slots=128, capacity=128 + LONGEST, stream=2), Rollouts(SAMPLES)
-    sampler.admit(wanted)
-    rollouts.admit(wanted)
-    left = len(wanted)
-    while left:
-        left -= len(rollouts.add(sampler.decode(8)))
-    batch = rollouts.take([r.id for r in wanted], 0)
+    batch = generate(HFSampler(f"asset:{policy}", slots=128, capacity=128 + LONGEST, stream=2), wanted)
     texts = [tokenizer.decode(token[:length].tolist()) for token, length in zip(batch.token, batch.length, strict=True)]
     return [texts[i : i + SAMPLES] for i in range(0, len(texts), SAMPLES)]
 
@@ -257,12 +241,8 @@ def _packed(found: list[Pair], batch_tokens: int) -> Iterator[Batch]:
     """Pairs by length, in batches of at most so many padded tokens."""
     tokenizer = character_tokenizer()
     rows = [[np.array(row) for row in tokenizer([p.prompt + p.better, p.prompt + p.worse])["input_ids"]] for p in found]
-    longest, start = np.array([max(map(len, two)) for two in rows]), 0
-    order = np.argsort(longest, kind="stable")
-    for end in range(1, len(order) + 1):
-        if end == len(order) or 2 * (end + 1 - start) * longest[order[end]] > batch_tokens:
-            yield _tensors([found[i] for i in order[start:end]], [rows[i] for i in order[start:end]], tokenizer.pad_token_id)
-            start = end
+    for chosen in packed([max(map(len, two)) for two in rows], batch_tokens // 2):  # the two halves of a pair
+        yield _tensors([found[i] for i in chosen], [rows[i] for i in chosen], tokenizer.pad_token_id)
 
 
 def _tensors(found: list[Pair], rows: list[list[np.ndarray]], fill: int) -> Batch:

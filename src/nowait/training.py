@@ -11,6 +11,7 @@ from pathlib import Path
 from nowait import tasks
 from nowait.batch import Weights
 from nowait.config import Experiment
+from nowait.config_rules import most_overlapped
 from nowait.runtime.costs import LinearCosts
 from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
 from nowait.runtime.timeline import Timeline
@@ -123,9 +124,8 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
 
 async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, Device], roles: dict, model: dict, capacity: int) -> None:
     """The models that are not trained: they hold every request in flight."""
-    plan, overlap = experiment.schedule, experiment.overlap
-    requests = plan.batch_size + (overlap.delta_max if overlap.inter else 0)
-    shared = {"slots": requests * plan.group_size, "capacity": capacity, "n": plan.group_size}
+    n = experiment.schedule.group_size
+    shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
         await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)

@@ -113,14 +113,22 @@ def _batches(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Iterator[tuple[torch.
         prompts = [recipe.task.prompt("train", row) for row in rows]
         text = [prompt + recipe.task.demonstration("train", row) + tokenizer.eos_token for prompt, row in zip(prompts, rows, strict=True)]
         tokens = tokenizer(text)["input_ids"]
-        pool = sorted(zip(tokens, map(len, prompts), strict=True), key=lambda example: len(example[0]))
-        batches, start = [], 0
-        for end in range(1, len(pool) + 1):
-            if end == len(pool) or (end + 1 - start) * len(pool[end][0]) > recipe.batch_tokens:
-                batches.append(_tensors(pool[start:end], tokenizer.pad_token_id))
-                start = end
+        groups = packed(list(map(len, tokens)), recipe.batch_tokens)
+        batches = [_tensors([(tokens[i], len(prompts[i])) for i in group], tokenizer.pad_token_id) for group in groups]
         for i in rng.permutation(len(batches)):
             yield batches[i]
+
+
+def packed(lengths: list[int], most: int) -> Iterator[list[int]]:
+    """Indices by ascending length, in groups of at most `most` padded tokens, one sequence at least."""
+    group: list[int] = []
+    for i in np.argsort(lengths, kind="stable").tolist():
+        if group and (len(group) + 1) * lengths[i] > most:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
 
 
 def _tensors(examples: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

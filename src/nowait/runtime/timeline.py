@@ -90,10 +90,6 @@ class Timeline:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in self.spans[written:])
         return len(self.spans)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        return cls([Span(**json.loads(line)) for line in Path(path).read_text().splitlines()])
-
 
 def _union(intervals: list[tuple[float, float]]) -> float:
     total, reached = 0.0, float("-inf")

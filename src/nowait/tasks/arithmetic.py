@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Iterable
 from typing import Annotated
 
 import numpy as np
@@ -76,13 +77,18 @@ class Arithmetic(Model):
         operands, rng = self.operands(split, row), self._rng(split, row, 0, 1)
         restate = rng.random() < self.restate_share and len(operands) <= self.restate_cap
         errors = rng.integers(1, 4, size=len(operands)) * (rng.random(len(operands)) < self.corrupted_share)
-        total, steps = operands[0], []
-        for operand, error in zip(operands[1:], errors.tolist()[1:], strict=True):
-            before, total = total, total + operand + error
-            steps.append(f"{before}+{operand}={total};" if restate else f"{total};")
-        return "".join(steps) + f"#{total}"
+        return solution(operands, restate, errors[1:].tolist())
 
     def _rng(self, split: Split, row: int, attempt: int, purpose: int) -> np.random.Generator:
         if not 0 <= row < SIZES[split]:
             raise IndexError(f"row {row} of split {split!r}: it has rows 0 to {SIZES[split] - 1}")
         return np.random.default_rng([self.seed, STREAMS[split], row, attempt, purpose])
+
+
+def solution(operands: list[int], restate: bool, errors: Iterable[int] = itertools.repeat(0)) -> str:
+    """Running sums and answer of a chain, in one of the two styles of the demonstrations; the i-th sum is too large by errors[i]."""
+    total, steps = operands[0], []
+    for operand, error in zip(operands[1:], errors, strict=False):
+        before, total = total, total + operand + error
+        steps.append(f"{before}+{operand}={total};" if restate else f"{total};")
+    return "".join(steps) + f"#{total}"

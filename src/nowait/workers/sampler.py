@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from nowait.batch import LENGTH, STOP, Request, Segments, Weights, pack_requests, unpack_requests
+from nowait.batch import LENGTH, STOP, Batch, Request, Rollouts, Segments, Weights, pack_requests, unpack_requests
 from nowait.workers.kv_cache import GROUPED, SlotCache, read_groups
 from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
 
@@ -179,6 +179,16 @@ class HFSampler:
         if not np.isfinite(logp).all():
             raise FloatingPointError(f"log-probs are not finite under weights of version {self._version}: look at the learning rate")
         return Segments(sids, offset, token, logp, finish, self._version)
+
+
+def generate(sampler: HFSampler, requests: list[Request], chunk: int = 8) -> Batch:
+    """All responses to requests of one n, as the batch of training step 0."""
+    rollouts, left = Rollouts(requests[0].n), len(requests)
+    rollouts.admit(requests)
+    sampler.admit(requests)
+    while left:
+        left -= len(rollouts.add(sampler.decode(chunk)))
+    return rollouts.take([r.id for r in requests], 0)
 
 
 def pick(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
