@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nowait.batch import LENGTH, RUNNING, STOP, Request, Rollouts, Segments, pack_requests, unpack_requests
+from nowait.batch import LENGTH, RUNNING, STOP, Request, Rollouts, Segments, length_groups, pack_requests, unpack_requests
 
 
 def request(number: int, prompt: list[int] | None = None, n: int = 2) -> Request:
@@ -188,3 +188,13 @@ def test_mask_covers_the_response_tokens_of_kept_sequences():
     batch.keep[1] = False
     assert batch.mask.tolist() == [[True, True, False], [False] * 3, [True, False, False]]
     assert batch.rows(np.array([1])).mask.tolist() == [[False] * 3]
+
+
+def test_sequences_are_read_and_trained_beside_others_of_similar_length():
+    def groups(lengths, most=None):
+        return [group.tolist() for group in length_groups(lengths, most)]
+
+    assert groups([3, 10, 4, 5]) == [[1, 3], [2, 0]]  # 4 beside 10 would be padded to more than twice its length
+    assert groups([3, 10, 4, 5], most=19) == [[1], [3, 2, 0]]
+    assert groups([3, 10, 4, 5], most=1) == [[1], [3], [2], [0]]  # one sequence at least
+    assert groups([]) == []

@@ -78,7 +78,7 @@ def test_a_run_cannot_leave_the_folder_of_runs(tmp_path, key, text):
 
 def test_names_with_spaces_dots_and_letters_of_any_language_are_folders(tmp_path):
     (tmp_path / "x.yaml").write_text('name: "größe 1.5/~a"')
-    assert runs.folder(config.load(tmp_path / "x.yaml"), 1).parent == tmp_path / "runs" / "größe 1.5" / "~a" / "paper"
+    assert runs.folder(config.load(tmp_path / "x.yaml"), 1).parent == tmp_path / "runs" / "größe 1.5" / "~a" / "own"
 
 
 def test_an_empty_scale_is_not_the_default():

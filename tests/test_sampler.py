@@ -77,7 +77,7 @@ def test_responses_do_not_depend_on_what_else_is_in_the_batch(tiny, sampled):
 
 
 def test_prefill_in_several_calls_gives_the_same_responses(tiny, sampled, monkeypatch):
-    monkeypatch.setattr("nowait.workers.kv_cache.PREFILL_TOKENS", 10)
+    monkeypatch.setattr("nowait.batch.PREFILL_TOKENS", 10)
     assert_same_responses(generate(sampler(tiny), requests(8)), sampled)
 
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from nowait import checkpoint
 from nowait.assets import character_tokenizer
 from nowait.batch import LENGTH, RUNNING, STOP, Request, Segments, join
-from nowait.workers import kv_cache
 from nowait.workers.streamed import StreamedReference, StreamedReward, WholeReward, load_reward
 
 EOS, N = 15, 2
@@ -177,7 +176,7 @@ def test_values_do_not_depend_on_cuts_order_company_or_deferral(tiny, reward_fol
 def test_values_do_not_depend_on_how_a_call_is_split_into_passes(tiny, reward_folder, monkeypatch):
     requests = prompts(6)
     expected = read(load(reward_folder, tiny), requests, 5), read(reference(tiny), requests, 5)
-    monkeypatch.setattr("nowait.workers.kv_cache.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("nowait.batch.PREFILL_TOKENS", 16)
     monkeypatch.setattr("nowait.workers.streamed.LOGIT_TOKENS", 3)
     np.testing.assert_allclose(read(load(reward_folder, tiny), requests, 5), expected[0], atol=TIGHT)
     assert_same_log_probs(read(reference(tiny), requests, 5), expected[1], TIGHT)
@@ -211,13 +210,6 @@ def test_padding_reaches_no_position_that_the_model_lacks(tiny, tmp_path):
     worker.prefill(segments({one: token[8:], two: token, four: token}, dict.fromkeys((one, two, four), LENGTH)))
     (first, second), (third, fourth) = worker.finish([long.id, late.id])
     assert (first, third) == pytest.approx((second, fourth), abs=TIGHT)
-
-
-def test_sequences_are_read_with_others_of_similar_length(monkeypatch):
-    assert list(kv_cache.read_groups([3, 10, 4, 5])) == [[1, 3], [2, 0]]  # 4 beside 10 would be padded to more than twice its length
-    monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", 19)
-    assert list(kv_cache.read_groups([3, 10, 4, 5])) == [[1], [3, 2, 0]]
-    assert list(kv_cache.read_groups([])) == []
 
 
 def test_a_response_may_fill_the_cache_to_the_last_place(tiny, reward_folder):

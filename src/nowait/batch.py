@@ -6,10 +6,12 @@ Response-aligned arrays [S, T] hold no prompt; index t is the token it describes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+PREFILL_TOKENS = 16384  # padded tokens per forward pass without gradients
 RUNNING, STOP, LENGTH = 0, 1, 2  # finish reasons, set by the sampler and never inferred from padding
 
 
@@ -102,6 +104,18 @@ def join(rounds: list[Segments]) -> Segments:
         finish=np.concatenate([s.finish for s in rounds])[::-1][last],
         version=rounds[-1].version,
     )
+
+
+def length_groups(lengths: np.ndarray | list[int], most: int | None = None) -> Iterator[np.ndarray]:
+    """Indices by descending length, in groups of at most `most` padded tokens, or one sequence, where padding at most doubles each."""
+    most = PREFILL_TOKENS if most is None else most
+    order, lengths = np.argsort(-np.array(lengths, np.int64), kind="stable"), np.array(lengths, np.int64)
+    first = 0
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[first]]
+        if end == len(order) or (end - first + 1) * longest > most or 2 * lengths[order[end]] < longest:
+            yield order[first:end]
+            first = end
 
 
 def pad(rows: list[np.ndarray], fill, dtype) -> np.ndarray:

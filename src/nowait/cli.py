@@ -183,11 +183,11 @@ def list_runs() -> None:
     """All runs, oldest first."""
     from nowait import description, runs
 
-    rows = [["run", "status", "steps", "held-out reward", "started"]]
+    rows = [["run", "status", "steps", "held-out reward", "started", "changed settings"]]
     for result in runs.listing():
         manifest = result.manifest
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["started"]))
-        rows.append([description.name(result), result.status, *description.progress(result), started])
+        rows.append([description.name(result), result.status, *description.progress(result), started, description.changes(result)])
     _print_aligned(rows)
 
 

@@ -157,7 +157,7 @@ class Experiment(Model):
 
     name: str  # e.g. a3po/setup1
     title: str = ""  # for figures, e.g. "0.15 M Qwen2 on chains of additions"
-    scale: str = "paper"
+    scale: str = "own"  # of the settings of a file without a `scales:` block
     method: str = "loglinear"  # a key of METHODS, or "custom"; `load` makes it fit the settings
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
@@ -205,12 +205,12 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
     if "scale" in base and scale not in (None, base["scale"]):
         raise ConfigError([Problem("scale", f"this file is already resolved at {base['scale']!r}", f"drop scale={scale!r} or load its source")], file)
     if scale is None:
-        scale = base.get("scale", "cpu" if scales else "paper")
+        scale = base.get("scale", "cpu" if scales else "own")
     layers = Layers(KEYS)
     layers.merge(base, "")
     if variant is not None:
         layers.merge(_choose("variants", variants, variant, file), f"variants.{variant}")
-    if "scale" not in base and scale != "paper":
+    if "scale" not in base and scale != "paper" and (scales or scale != "own"):
         layers.merge(_choose("scales", scales, scale, file), f"scales.{scale}")
     layers.data["scale"] = scale
     if method is not None:
@@ -234,7 +234,8 @@ def load(
 ) -> Experiment:
     """The experiment of a YAML file or shipped config (`a3po/setup1`), resolved: base <- variant <- scale <- METHODS[method] <- overrides.
 
-    scale: a key of the file's `scales`, by default `cpu`; `paper` is the file's own setting. overrides: `["learner.lr=1e-4", ...]`.
+    scale: a key of the file's `scales`, by default `cpu`; `paper` is the file's own setting, and `own` the label of a file without scales.
+    overrides: `["learner.lr=1e-4", ...]`.
     Raises ConfigError, with file, key and remedy, for anything that cannot be run. Tasks that a later version brings pass at scale `paper`.
     """
     file = find(path)

@@ -86,7 +86,8 @@ def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
         (x.algorithm.kl_coef > 0, "algorithm.kl_coef"),
         (x.algorithm.advantage == "gae", "algorithm.advantage"),
     ]
-    misplaced = [(used, key, f"{kind} training has no reward model, reference or critic", "set schedule.kind=overlapped") for used, key in frozen]
+    overlapped = f"set schedule.kind=overlapped, as the methods {', '.join(m for m in METHODS if METHODS[m]['schedule.kind'] == 'overlapped')} do"
+    misplaced = [(used, key, f"{kind} training has no reward model, reference or critic", overlapped) for used, key in frozen]
     devices, both = [sorted(workers) for workers in x.runtime.placement.values()], ["learner", "sampler"]
     if kind == "colocated":
         placed, wanted = devices == [both, both], "{a: [sampler, learner], b: [sampler, learner]}"

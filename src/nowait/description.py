@@ -52,6 +52,16 @@ def progress(result: RunResult) -> tuple[str, str]:
     return f"{metrics['step'].max()}/{steps}", reward
 
 
+def changes(result: RunResult) -> str:
+    """The overrides by which a run differs from its config file at its scale and method; empty where there is no such file any more."""
+    try:
+        experiment = settings(result)
+        before = load(experiment.name, experiment.scale, method=experiment.method)
+    except ValueError:
+        return ""
+    return " ".join(f"{key}={value}" for key, value in _overrides(experiment, diff(before, experiment)))
+
+
 def describe(result: RunResult) -> list[list[str]]:
     """What a run did, in rows of a label and its text."""
     manifest, (steps, reward) = result.manifest, progress(result)

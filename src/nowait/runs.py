@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from nowait import checkpoint
+from nowait import checkpoint, tasks
 from nowait.config import Experiment
 from nowait.identity import code_digest, commit, run_hash
 from nowait.results import RunResult, find, folder, listing, root  # noqa: F401, reading runs is part of this module's interface
@@ -154,6 +154,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
+        tasks.load(experiment.task)  # before a model is loaded, or fetched
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
             tracker.log(record.step, record.metrics)
             for name, rewards in record.rewards.items():

@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     difference_se: float = float("nan")  # of the difference from recompute, paired
 
     def __str__(self) -> str:
-        return f"{self.value:.4g}" + (f" ± {self.se:.2g}" if np.isfinite(self.se) else "")
+        return f"{self.value:.4g}" + (f" ± {self.se:.{2 if self.se < 100 else 4}g}" if np.isfinite(self.se) else "")
 
 
 class Row(NamedTuple):
@@ -119,9 +119,11 @@ def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str
         return "not run", str(missing.args[0])
     if reason := withheld(frames):
         return "not judged", f"{reason}; {numbers}"
+    if setup not in rule.get("setups", [setup]):
+        return "not judged", f"no claim of the paper for this setup; {numbers}"
     decided = [_decided(*condition) for condition in conditions]
     verdict = next((verdict for verdict in ("fail", "not resolved") if verdict in decided), "pass")
-    return verdict, f"{numbers} ({rule['note']})" if "note" in rule else numbers
+    return verdict, numbers
 
 
 def _ratio(rule: dict, entry: Entry, found: Measured, *_) -> tuple[float, float, str]:

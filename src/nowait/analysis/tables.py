@@ -174,7 +174,8 @@ def benchmarks_markdown(frame: pd.DataFrame) -> str:
     shown = {"set": ("set", "{}"), "method": ("method", "{}"), "reward": ("%", "{:.2f}"), "se": ("± s.e.", "{:.2f}")}
     paired = {"difference": ("minus recompute", "{:+.2f}"), "difference_se": ("± s.e. (paired)", "{:.2f}")}
     left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **paired, **_COUNTS})
-    measured = f"Measured: {frame['scale'].iloc[0]} scale, prompts of the task that were never trained on. {_covered(frame)}."
+    measured = f"Measured: {frame['scale'].iloc[0]} scale, prompts of the task that were never trained on. {_covered(frame)}. "
+    measured += "`before training` is one policy, whatever the number of seeds."
     return f"Published: setup 2, one sample per problem\n\n{left}\n{measured}\n\n{right}"
 
 

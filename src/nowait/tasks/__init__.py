@@ -34,7 +34,9 @@ def load(config: TaskConfig) -> Task:
     """
     module, separator, function = BUILT_IN.get(config.name, config.name).partition(":")
     if not separator:
-        raise ValueError(f"unknown task {config.name!r}: use one of {', '.join(sorted(BUILT_IN))}, or module:function for your own")
+        raise ValueError(
+            f"unknown task {config.name!r}: built in are {', '.join(sorted(BUILT_IN))} (scales cpu and smoke); write module:function for your own"
+        )
     try:
         factory = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

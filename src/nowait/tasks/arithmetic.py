@@ -24,13 +24,13 @@ from nowait.tasks import Split
 SIZES = {"train": 1_000_000, "eval": 10_000}  # rows
 STREAMS = {"train": 0, "eval": 1}
 HELD_OUT = 8  # one prompt in so many belongs to the split "eval"
-SIGMA = 1.0  # of the log-normal operand count: the larger, the longer the tail
 
 
 class Arithmetic(Model):
     """Options of the task, and the task itself: rows are functions of (seed, split, row), nothing is stored."""
 
     operand_mean: Annotated[float, Field(gt=2)] = 4.5  # mean number of operands before the cap
+    operand_sigma: Annotated[float, Field(ge=0, le=3)] = 1.0  # of the log-normal number: the larger, the longer the tail
     operand_floor: Annotated[int, Field(ge=2, le=64)] = 2  # shorter chains are left out
     operand_cap: Annotated[int, Field(ge=2, le=64)] = 12  # larger numbers of operands become this one
     restate_share: Fraction = 0.4  # demonstrations that restate the operands
@@ -55,7 +55,7 @@ class Arithmetic(Model):
         """
         for attempt in itertools.count():
             rng = self._rng(split, row, attempt, 0)
-            excess = rng.lognormal(np.log(self.operand_mean - 1.5) - SIGMA**2 / 2, SIGMA)
+            excess = rng.lognormal(np.log(self.operand_mean - 1.5) - self.operand_sigma**2 / 2, self.operand_sigma)
             operands = rng.integers(1, 10, size=min(2 + int(excess), self.operand_cap)).tolist()
             if len(operands) >= self.operand_floor and (zlib.crc32(bytes(operands)) % HELD_OUT == 0) == (split == "eval"):
                 return operands

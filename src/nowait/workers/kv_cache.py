@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 GROUPED = "nowait_grouped"  # name of `grouped_attention` among the attention implementations
-PREFILL_TOKENS = 16384  # padded tokens per forward pass
 
 
 def needs_more(config: PretrainedConfig, capacity: int) -> str | None:
@@ -77,18 +74,6 @@ def _places(slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch
     """Slot and position of every token held."""
     position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])
     return torch.from_numpy(np.repeat(slots, lengths)), torch.from_numpy(position)
-
-
-def read_groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices by descending length, in groups of at most PREFILL_TOKENS padded tokens (or one sequence); padding at most doubles a sequence."""
-    group: list[int] = []
-    for i in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
-        if group and ((len(group) + 1) * lengths[group[0]] > PREFILL_TOKENS or 2 * lengths[i] < lengths[group[0]]):
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[torch.Tensor, None]:

@@ -21,7 +21,7 @@ from nowait.algorithms.advantages import group_relative, token_rewards, whiten
 from nowait.algorithms.kl import adapted_kl_coef, kl_clamped, kl_estimate
 from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_stats, ppo_loss
 from nowait.algorithms.proximal import alpha, interpolate, staleness
-from nowait.batch import Batch, Weights
+from nowait.batch import Batch, Weights, length_groups
 from nowait.config import AlgorithmConfig, LearnerConfig
 from nowait.workers.models import checkpoint_layers, hidden_states, load_policy
 
@@ -202,15 +202,7 @@ class HFLearner:
 
     def _micro_batches(self, batch: Batch, rows: np.ndarray) -> list[np.ndarray]:
         """Rows in groups of similar length whose padded size stays within the token budget (one row at least)."""
-        size = batch.prompt_length[rows] + batch.length[rows]
-        groups: list[list[int]] = []
-        widest = 0
-        for i in np.argsort(-size, kind="stable"):
-            if not groups or (len(groups[-1]) + 1) * widest > self.config.micro_batch_tokens:
-                groups.append([])
-                widest = size[i]
-            groups[-1].append(rows[i])
-        return [np.array(g, np.int64) for g in groups]
+        return [rows[g] for g in length_groups(batch.prompt_length[rows] + batch.length[rows], self.config.micro_batch_tokens)]
 
     def _loss(self, part: Batch, columns: dict[str, torch.Tensor], denominator: int) -> tuple[torch.Tensor, dict]:
         return self._policy_loss(part, columns, self._states(self.model, part), denominator)

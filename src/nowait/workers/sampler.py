@@ -11,8 +11,8 @@ from collections import deque
 import numpy as np
 import torch
 
-from nowait.batch import LENGTH, STOP, Batch, Request, Rollouts, Segments, Weights, pack_requests, unpack_requests
-from nowait.workers.kv_cache import GROUPED, SlotCache, read_groups
+from nowait.batch import LENGTH, STOP, Batch, Request, Rollouts, Segments, Weights, length_groups, pack_requests, unpack_requests
+from nowait.workers.kv_cache import GROUPED, SlotCache
 from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
 
 
@@ -123,7 +123,7 @@ class HFSampler:
         self._fresh[:] = False
         lengths = self._columns["length"][rows] - 1
         rows, lengths = rows[lengths > 0], lengths[lengths > 0]
-        for group in read_groups(lengths.tolist()):
+        for group in length_groups(lengths):
             self._prefill_rows(rows[group], lengths[group])
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:

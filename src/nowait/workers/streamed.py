@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nowait.batch import RUNNING, Request, Rollouts, Segments, pack_requests, pad, unpack_requests
-from nowait.workers.kv_cache import SlotCache, needs_more, read_groups
+from nowait.batch import RUNNING, Request, Rollouts, Segments, length_groups, pack_requests, pad, unpack_requests
+from nowait.workers.kv_cache import SlotCache, needs_more
 from nowait.workers.models import hidden_states, load_policy, model_folder
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Streamed:
             if lengths[i]:
                 token = segments.token[segments.offset[i] : segments.offset[i + 1]]
                 pieces.append((held, token if held.read else np.concatenate([held.prompt, token])))
-        for rows in read_groups([len(token) for _, token in pieces]):
+        for rows in length_groups([len(token) for _, token in pieces]):
             self._read([pieces[i][0] for i in rows], [pieces[i][1] for i in rows])
         return sum(len(token) for _, token in pieces)
 
@@ -237,7 +237,7 @@ class WholeReward:
         if most is not None and longest > most:
             raise ValueError(f"reward.path: a response makes {longest} tokens, the model reads {most}: lower sampler.max_new_tokens")
         scores = torch.empty(len(texts), 1)
-        for rows in read_groups([len(text) for text in texts]):
+        for rows in length_groups([len(text) for text in texts]):
             scores[rows] = self._score([texts[i] for i in rows]).float()
         return _by_request(scores, ids, self.n)
 
