@@ -48,6 +48,7 @@ bench: $(STAMP) ## time the schedules, the sampler and the proximal policy; one 
 	$(BIN)/nowait bench async
 	$(BIN)/nowait bench sampler
 	$(BIN)/nowait bench proximal
+	$(BIN)/nowait bench overlap
 
 lint: $(STAMP) ## style
 	$(BIN)/ruff check .

@@ -194,7 +194,10 @@ def test_sequences_are_read_and_trained_beside_others_of_similar_length():
     def groups(lengths, most=None):
         return [group.tolist() for group in length_groups(lengths, most)]
 
-    assert groups([3, 10, 4, 5]) == [[1, 3], [2, 0]]  # 4 beside 10 would be padded to more than twice its length
+    assert groups([300, 1000, 400, 500]) == [[1, 3], [2, 0]]  # 400 beside 1000 would be padded to more than twice its length
+    assert groups([3, 10, 4, 5]) == [[1, 3, 2, 0]]  # here that costs 12 tokens, less than another pass
+    assert groups([400, 144]) == [[0, 1]] and groups([400, 143]) == [[0], [1]]  # 256 tokens are worth a pass
+    assert groups([200, 72, 72]) == [[0, 1, 2]] and groups([200, 71, 71]) == [[0], [1, 2]]  # of all that follow: 2 * 128, 2 * 129
     assert groups([3, 10, 4, 5], most=19) == [[1], [3, 2, 0]]
     assert groups([3, 10, 4, 5], most=1) == [[1], [3], [2], [0]]  # one sequence at least
     assert groups([]) == []

@@ -56,12 +56,12 @@ def test_the_variants_differ_in_their_overlaps_and_in_the_slots_that_these_need(
     made = variants(lambda method, more: load("oppo/stackexchange_7b", "cpu", more, method))
     assert list(made) == list(VARIANTS)
     assert {name: (e.overlap.intra, e.overlap.inter, e.overlap.delta, e.sampler.slots) for name, e in made.items()} == {
-        "sequential": (False, False, 0, 32),
-        "intra": (True, False, 0, 32),
-        "inter": (False, True, 8, 40),
-        "both": (True, True, 8, 40),
-        "inter_paper": (False, True, 2, 34),  # 7 % of 32
-        "both_paper": (True, True, 2, 34),
+        "sequential": (False, False, 0, 16),
+        "intra": (True, False, 0, 16),
+        "inter": (False, True, 4, 20),
+        "both": (True, True, 4, 20),
+        "inter_paper": (False, True, 1, 17),  # 7 % of 16
+        "both_paper": (True, True, 1, 17),
     }
 
 

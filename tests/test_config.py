@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nowait import tasks
 from nowait.config import KEYS, LEAVES, METHODS, Experiment, diff, digest, load, to_yaml
 from nowait.config_files import ConfigError, Layers, find, read_whole
 
@@ -109,16 +110,16 @@ def test_a_file_builds_on_its_base_key_by_key_and_replaces_tables_whole(write):
     file = write("base: oppo/stackexchange_7b\nname: mine\nlearner: {lr: 0.5}\nscales: {cpu: {task: {options: {operand_cap: 8}}}}")
     mine, base = load(file), load("oppo/stackexchange_7b")
     changed = {key: new for key, old, new in diff(base, mine)}
-    assert changed == {"name": "mine", "task.options.operand_cap": 8, "task.options.operand_mean": None}
+    assert changed == {"name": "mine", "task.options.operand_cap": 8, "task.options.operand_mean": None, "task.options.operand_sigma": None}
     assert load(file, "paper").learner.lr == 0.5 and mine.learner.lr == base.learner.lr  # the base's scale comes after the file's own setting
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("overlap.delta=20", "overlap.delta: 20 is not within delta_min 0 and delta_max 16"),
-        ("sampler.slots=40", "48 requests in flight x 1 samples need 48 slots, sampler.slots is 40"),
-        ("schedule.group_size=2", "48 requests in flight x 2 samples need 96 slots"),
+        ("overlap.delta=20", "overlap.delta: 20 is not within delta_min 0 and delta_max 8"),
+        ("sampler.slots=20", "24 requests in flight x 1 samples need 24 slots, sampler.slots is 20"),
+        ("schedule.group_size=2", "24 requests in flight x 2 samples need 48 slots"),
         ("runtime.placement={a: [sampler, learner]}", "reward, reference must be on exactly one device"),
         ("runtime.placement={a: [sampler, learner, reward], b: [reward, reference]}", "reward must be on exactly one device"),
         ("schedule.max_staleness=2", "overlapped training bounds staleness by its deferrals"),
@@ -408,7 +409,10 @@ def test_readme_example_has_every_field_and_is_setup_1_at_cpu_scale(write):
     readme = ROOT / "README.md"
     if not readme.is_file() or "\n## Configuration" not in readme.read_text():
         pytest.skip("README.md has no Configuration section")
-    example = re.search(r"\n## Configuration\n.*?```yaml\n(.*?)```", readme.read_text(), re.DOTALL).group(1)
+    section = readme.read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
+    small, example = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    changed = {key for key, *_ in diff(load(write(small)), load("a3po/setup1"))}
+    assert changed == {"name", "task.options.operand_mean", "learner.lr"}
     leaves = set()
     for section, block in yaml.safe_load(example).items():
         for key, value in block.items() if isinstance(block, dict) else [(None, block)]:
@@ -416,6 +420,20 @@ def test_readme_example_has_every_field_and_is_setup_1_at_cpu_scale(write):
             leaves |= {f"{name}.{part}" for part in value} if name == "runtime.costs" else {name}
     assert leaves == set(KEYS)
     assert {key for key, *_ in diff(load(write(example)), load("a3po/setup1"))} == {"name"}
+
+
+def test_readme_task_is_a_task_whose_text_the_shipped_policies_know(tmp_path, monkeypatch):
+    readme = ROOT / "README.md"
+    if not readme.is_file():
+        pytest.skip("no README.md here")
+    code = re.search(r"```python\n(# mytask.py.*?)```", readme.read_text(), re.DOTALL).group(1)
+    (tmp_path / "mytask.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = tasks.load(load("a3po/setup1", overrides=["task.name=mytask:Halves", "task.options={}"]).task)
+    prompts = {split: {task.prompt(split, row) for row in range(task.size(split))} for split in ("train", "eval")}
+    assert not prompts["train"] & prompts["eval"] and set("".join(prompts["train"])) <= set("0123456789+=")
+    left, right = task.prompt("train", 3)[:-1].split("+")
+    assert task.reward("train", 3, f"1;#{max(left, right)}") == 1.0 and task.reward("train", 3, f"#{min(left, right)}") == 0.0
 
 
 def test_an_override_cannot_make_another_method_of_the_one_asked_for():

@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from nowait import config
-from nowait.analysis import figures, tables
+from nowait.analysis import drawing, figures, tables
 
 METHODS = ("sync", "recompute", "loglinear")
+NAMES = [name for name in (*figures.PLOTS, *figures.TABLES) if name.startswith("a3po_")]
 COLUMNS = {
     "a3po_train_reward_steps": ["rollout/reward_mean"],
     "a3po_train_reward_time": ["rollout/reward_mean"],
@@ -97,7 +98,7 @@ def made_up_frames(results: list[dict[str, list[Run]]]) -> dict[str, pd.DataFram
     setups = ["setup1", "setup2"][: len(results)]
     times = pd.concat([tables.training_time(made_up_bench(setup)) for setup in setups])
     frames = {
-        **{name: times for name in tables.TABLES if name.startswith("a3po_training_time")},
+        **{name: times for name in figures.TABLES if name.startswith("a3po_training_time")},
         "a3po_proximal_seconds": tables.proximal_seconds(PROXIMAL_BENCH),
         "a3po_final_eval_reward": pd.concat([tables.final_eval_reward(result) for result in results]),
         "a3po_benchmarks": pd.concat([tables.benchmarks(result, ["longer", "longest"]) for result in results]),
@@ -112,13 +113,13 @@ def made_up_frames(results: list[dict[str, list[Run]]]) -> dict[str, pd.DataFram
 def folder(tmp_path_factory):
     path, results = tmp_path_factory.mktemp("figures"), [made_up_results("setup1")]
     for name, frame in made_up_frames(results).items():
-        figures.save({**figures.PLOTS, **tables.TABLES}[name](frame), name, frame, tables.provenance(results), path)
+        figures.save({**figures.PLOTS, **figures.TABLES}[name](frame), name, frame, tables.provenance(results), path)
     return path
 
 
-@pytest.mark.parametrize("name", [*figures.PLOTS, *tables.TABLES])
+@pytest.mark.parametrize("name", NAMES)
 def test_redrawing_from_the_csv_alone_gives_the_same_bytes(folder, name):
-    picture = folder / f"{name}{'.md' if name in tables.TABLES else '.png'}"
+    picture = folder / f"{name}{'.md' if name in figures.TABLES else '.png'}"
     before = picture.read_bytes()
     picture.unlink()
     with matplotlib.rc_context({"font.size": 30, "savefig.dpi": 40, "lines.linewidth": 9}):  # the user's own style must not matter
@@ -165,7 +166,7 @@ def test_redraw_all_touches_every_known_csv_and_leaves_others_alone(folder, tmp_
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
     for name in ("a3po_eval_reward_time", "a3po_clipped_tokens", "a3po_importance_weight_max", "a3po_importance_weight_min"):
         (tmp_path / f"{name}.csv").unlink()  # for speed
-    assert {path.stem for path in figures.redraw_all(tmp_path)} == {*figures.PLOTS, *tables.TABLES} - {
+    assert {path.stem for path in figures.redraw_all(tmp_path)} == {*NAMES} - {
         "a3po_eval_reward_time",
         "a3po_clipped_tokens",
         "a3po_importance_weight_max",
@@ -175,8 +176,8 @@ def test_redraw_all_touches_every_known_csv_and_leaves_others_alone(folder, tmp_
 
 def test_a_band_needs_five_seeds():
     with pytest.raises(ValueError, match="at least 5 seeds, got 4"):
-        figures.band(np.zeros((4, 10)))
-    low, high = figures.band(np.arange(5)[:, None] * np.ones(3))
+        drawing.band(np.zeros((4, 10)))
+    low, high = drawing.band(np.arange(5)[:, None] * np.ones(3))
     assert (low < 2).all() and (high > 2).all()
 
 
@@ -215,8 +216,12 @@ def test_importance_weights_show_r_and_rho_and_keep_the_spikes():
 
 
 def test_the_papers_methods_keep_its_shapes_and_every_method_has_a_look_of_its_own():
-    assert [figures.LOOK[method][2] for method in METHODS] == ["^", "o", "s"]
-    assert len({look[1] for look in figures.LOOK.values()}) == len({look[2] for look in figures.LOOK.values()}) == len(figures.LOOK)
+    assert [drawing.LOOK[method][2] for method in METHODS] == ["^", "o", "s"]
+    names = list(drawing.LOOK)
+    oppo, rules = names.index("sequential"), names.index("fixed 4")
+    for group in (names[:oppo], names[oppo:rules], names[rules : rules + 5]):
+        looks = [drawing.LOOK[name] for name in group]
+        assert len({look[1] for look in looks}) == len({look[2] for look in looks}) == len(looks)
 
 
 def test_a_setup_without_published_values_is_refused():

@@ -1,4 +1,4 @@
-"""The A-3PO notebooks, executed by papermill as a reader would at scale smoke, and what they share."""
+"""The notebooks, executed by papermill as a reader would at scale smoke, and what they share."""
 
 from __future__ import annotations
 
@@ -23,24 +23,36 @@ from nowait.config_files import ConfigError
 
 ROOT = Path(__file__).parents[1]
 FIGURES = {  # notebook: what it saves
-    "01_training_time": ["a3po_training_time.md", "a3po_training_time_sampler_bound.md"],
-    "02_proximal_cost": ["a3po_proximal_seconds.png"],
-    "03_training_reward": ["a3po_train_reward_steps.png", "a3po_train_reward_time.png"],
-    "04_evaluation_reward": ["a3po_eval_reward_steps.png", "a3po_eval_reward_time.png", "a3po_final_eval_reward.md"],
-    "05_importance_weights": ["a3po_importance_weight_max.png", "a3po_importance_weight_min.png"],
-    "06_clipped_tokens": ["a3po_clipped_tokens.png"],
-    "07_entropy": ["a3po_entropy.png"],
-    "08_benchmarks": ["a3po_benchmarks.md"],
+    "a3po/01_training_time": ["a3po_training_time.md", "a3po_training_time_sampler_bound.md"],
+    "a3po/02_proximal_cost": ["a3po_proximal_seconds.png"],
+    "a3po/03_training_reward": ["a3po_train_reward_steps.png", "a3po_train_reward_time.png"],
+    "a3po/04_evaluation_reward": ["a3po_eval_reward_steps.png", "a3po_eval_reward_time.png", "a3po_final_eval_reward.md"],
+    "a3po/05_importance_weights": ["a3po_importance_weight_max.png", "a3po_importance_weight_min.png"],
+    "a3po/06_clipped_tokens": ["a3po_clipped_tokens.png"],
+    "a3po/07_entropy": ["a3po_entropy.png"],
+    "a3po/08_benchmarks": ["a3po_benchmarks.md"],
+    "oppo/01_timeline": ["oppo_timeline.png"],
+    "oppo/02_motivation": ["oppo_lengths.png", "oppo_staleness.png"],
+    "oppo/03_time_to_reward": ["oppo_time_to_reward.png", "oppo_speedups.md"],
+    "oppo/04_reward_per_step": ["oppo_reward_steps.png"],
+    "oppo/05_utilisation": ["oppo_utilisation.png"],
+    "oppo/06_ablation": ["oppo_ablation.png"],
+    "oppo/07_overcommitment": ["oppo_overcommitment.png"],
+    "oppo/08_chunk_size": ["oppo_chunk_size.png"],
+    "oppo/09_deferrals": ["oppo_deferrals.png"],
+    "oppo/10_quality": ["oppo_quality.md"],
+    "oppo/11_grpo": ["oppo_grpo.png"],
 }
 ASYNCHRONOUS = {"recompute", "loglinear", "behave", "linear", "reuse"}
 # one setup with two benchmarks, so that all notebooks share the same few runs
 SETS = "{longer: {name: arithmetic, options: {operand_cap: 14}}, longest: {name: arithmetic, options: {operand_cap: 15}}}"
 SHORT = ["-y", 'configs: ["a3po/setup1"]', "-y", f'overrides: ["evaluation.benchmarks={SETS}"]']
+OPPO_SHORT = ["-y", 'configs: ["oppo/stackexchange_7b"]']
 PROBE = 'import sys\nassert "torch" not in sys.modules, "the kernel has loaded torch"'
 
 
 def source(stem: str) -> nbformat.NotebookNode:
-    return nbformat.read(ROOT / "notebooks" / "a3po" / f"{stem}.ipynb", 4)
+    return nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", 4)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +72,11 @@ def papermill(stem: str, folder: Path, *arguments: str) -> nbformat.NotebookNode
     """The notebook as papermill's command line executes it at scale smoke, with a cell at the end that looks for torch."""
     from papermill.cli import papermill as command
 
-    notebook, output = source(stem), folder / f"{stem}-executed.ipynb"
+    notebook, own, output = source(stem), folder / f"{Path(stem).name}.ipynb", folder / f"{Path(stem).name}-executed.ipynb"
     notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
-    nbformat.write(notebook, folder / f"{stem}.ipynb")
+    nbformat.write(notebook, own)
     options = ["--no-progress-bar", "-p", "scale", "smoke", "-y", "seeds: [1]", *arguments]
-    command.main([str(folder / f"{stem}.ipynb"), str(output), *options], standalone_mode=False)
+    command.main([str(own), str(output), *options], standalone_mode=False)
     return nbformat.read(output, 4)
 
 
@@ -77,12 +89,13 @@ def provenance(path: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", FIGURES)
 def test_a_notebook_runs_alone_saves_its_figures_with_data_and_provenance_and_loads_no_torch(stem, place):
-    papermill(stem, place, *SHORT, *(["-y", "wall: false"] if stem.startswith("01") else []))
+    more = {"a3po/01_training_time": ["-y", "wall: false"]}
+    papermill(stem, place, *(SHORT if stem.startswith("a3po") else OPPO_SHORT), *more.get(stem, []))
     for name in FIGURES[stem]:
         path = place / "figures" / name
         record, data = provenance(path), path.with_suffix(".csv").read_bytes()
         assert record["data"] == hashlib.sha256(data).hexdigest() and record["code"] == [runs.code_digest()]
-        assert record["seeds"] and all("setup1/" in config for config in record["config"])
+        assert record["seeds"] and all(config.split("/")[-2] in ("setup1", "stackexchange_7b") for config in record["config"])
         assert set(pd.read_csv(path.with_suffix(".csv")).get("scale", ["smoke"])) == {"smoke"}
         assert list((place / "runs" / "figures-wandb" / path.stem).glob("wandb/offline-run-*/*.wandb")), "not mirrored to wandb"
 
@@ -98,7 +111,7 @@ def test_a_notebook_runs_alone_saves_its_figures_with_data_and_provenance_and_lo
 )
 def test_a_wrong_parameter_fails_the_notebook_before_anything_is_trained(arguments, message, place, tmp_path):
     with pytest.raises(Exception, match=re.escape(message)) as failure:
-        papermill("07_entropy", tmp_path, *arguments)
+        papermill("a3po/07_entropy", tmp_path, *arguments)
     assert failure.value.ename == "ConfigError"
 
 
@@ -106,7 +119,7 @@ def test_a_wrong_parameter_fails_the_notebook_before_anything_is_trained(argumen
 
 
 def test_every_notebook_is_tested_here():
-    assert sorted(path.stem for path in (ROOT / "notebooks" / "a3po").glob("*.ipynb")) == sorted(FIGURES)
+    assert sorted(f"{path.parent.name}/{path.stem}" for path in (ROOT / "notebooks").glob("*/*.ipynb")) == sorted(FIGURES)
 
 
 @pytest.mark.parametrize("stem", FIGURES)
@@ -121,7 +134,7 @@ def test_papermill_documents_every_parameter(stem):
     import papermill
 
     (cell,) = [cell for cell in source(stem).cells if "parameters" in cell.metadata.get("tags", [])]
-    found = papermill.inspect_notebook(str(ROOT / "notebooks" / "a3po" / f"{stem}.ipynb"))
+    found = papermill.inspect_notebook(str(ROOT / "notebooks" / f"{stem}.ipynb"))
     assert set(found) == {node.target.id for node in ast.parse(cell.source).body}
     assert [name for name, parameter in found.items() if not parameter["help"] or parameter["inferred_type_name"] == "None"] == []
 

@@ -152,6 +152,19 @@ def test_without_a_learning_rate_nothing_moves_but_the_adaptive_coefficient(tiny
     assert worker.digest() == before and coefs == pytest.approx([0.1, 0.098, 0.09604])
 
 
+@BOTH_CRITICS
+@pytest.mark.parametrize(("warmup", "share"), [(0, 1.0), (4, 0.25)])
+def test_the_critics_own_weights_move_at_a_rate_of_their_own(tiny, fresh, shared, warmup, share):
+    """Adam's first step is the rate. Warm-up starts at 0 and reaches a quarter of it in the second step, with the same gradient."""
+    worker = awake(ppo(tiny, critic={"shared": shared, "lr": 0.02}, lr=1e-3, minibatches=1, warmup_steps=warmup))
+    before = {name: [p.detach().clone() for p in module.parameters()] for name, module in worker._trained.items()}
+    stats = trained(worker, fresh, 1 if warmup else 0).update(at(fresh, worker))
+    after = {name: [p.detach() for p in module.parameters()] for name, module in worker._trained.items()}
+    moved = {name: max(float((p - q).abs().max()) for p, q in zip(after[name], before[name], strict=True)) for name in before}
+    rates = {"model": 1e-3, "value_head": 0.02} | ({} if shared else {"critic": 0.02})
+    assert moved == pytest.approx({name: share * rate for name, rate in rates.items()}, rel=2e-3) and stats["lr"] == pytest.approx(share * 1e-3)
+
+
 # What must not matter
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+PASS_TOKENS = 256  # whose work costs about as much as the overhead of a pass, of small models on a CPU
 PREFILL_TOKENS = 16384  # padded tokens per forward pass without gradients
 RUNNING, STOP, LENGTH = 0, 1, 2  # finish reasons, set by the sampler and never inferred from padding
 
@@ -107,13 +108,17 @@ def join(rounds: list[Segments]) -> Segments:
 
 
 def length_groups(lengths: np.ndarray | list[int], most: int | None = None) -> Iterator[np.ndarray]:
-    """Indices by descending length, in groups of at most `most` padded tokens, or one sequence, where padding at most doubles each."""
+    """Indices by descending length, in groups of at most `most` padded tokens, or one sequence.
+
+    A group ends where padding would more than double the next sequence, if that of all which follow would cost more than another pass.
+    """
     most = PREFILL_TOKENS if most is None else most
     order, lengths = np.argsort(-np.array(lengths, np.int64), kind="stable"), np.array(lengths, np.int64)
-    first = 0
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[first]]
-        if end == len(order) or (end - first + 1) * longest > most or 2 * lengths[order[end]] < longest:
+    first, count = 0, len(order)
+    for end in range(1, count + 1):
+        longest, following = lengths[order[first]], lengths[order[end]] if end < count else 0
+        apart = 2 * following < longest and (count - end) * (longest - following) > PASS_TOKENS
+        if end == count or (end - first + 1) * longest > most or apart:
             yield order[first:end]
             first = end
 

@@ -59,6 +59,7 @@ class RewardConfig(Model):
 class CriticConfig(Model):
     shared: bool = False  # a value head on the policy's own hidden states instead of a model of its own
     path: str | None = None  # where a separate critic starts; None: at the policy's weights
+    lr: NonNegative | None = None  # Adam step size of the critic's own weights (the head, where it is shared); None: learner.lr
 
 
 class LearnerConfig(Model):

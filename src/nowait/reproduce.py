@@ -19,7 +19,11 @@ from nowait import runs
 from nowait.config import Experiment, load
 
 A3PO_METHODS = ("sync", "recompute", "loglinear", "behave", "linear", "reuse")  # sync_colocated makes the same updates as sync
-EXPERIMENTS = {"a3po": {"a3po/setup1": A3PO_METHODS, "a3po/setup2": A3PO_METHODS}}  # folder of notebooks: config: methods
+OPPO_METHODS = ("sequential", "intra", "inter", "both")
+EXPERIMENTS = {  # folder of notebooks: config: methods
+    "a3po": {"a3po/setup1": A3PO_METHODS, "a3po/setup2": A3PO_METHODS},
+    "oppo": {f"oppo/{task}": OPPO_METHODS for task in ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b")},
+}
 CELL_TIMEOUT = 3600  # seconds
 
 
@@ -35,7 +39,7 @@ def figures_dir() -> Path:
 
 
 def experiments(paper: str, scale: str) -> list[Experiment]:
-    """The trainings behind a paper's notebooks; notebooks without an entry in EXPERIMENTS need none."""
+    """The trainings that a paper's notebooks share; a folder without an entry in EXPERIMENTS has none."""
     return [load(config, scale, method=method) for config, methods in EXPERIMENTS.get(paper, {}).items() for method in methods]
 
 

@@ -1,4 +1,4 @@
-"""What the A-3PO notebooks share: parameters, finished runs and benches, what was compared, and saved figures. Imports no torch.
+"""What the notebooks share: parameters, finished runs and benches, what was compared, and saved figures. Imports no torch.
 
 Trainings and benches run in processes of their own and are kept under the folder of runs; what is finished is only read.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -21,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from nowait import bench, runs
+from nowait import bench, bench_overlap, runs
 from nowait.analysis import figures, report, tables
 from nowait.config import METHODS, Experiment, digest, load
 from nowait.config_files import ConfigError, Problem
@@ -36,11 +35,18 @@ KNOBS = {  # parameter of a notebook: the settings that it overrides
     "lr": ("learner.lr",),
     "minibatches": ("learner.minibatches",),
     "fresh": ("algorithm.fresh",),
+    "chunk": ("sampler.chunk",),
+    "kl": ("algorithm.kl_coef",),
+    "rule": ("overlap.rule",),
 }
 SHOWN = """title schedule.steps schedule.batch_size schedule.group_size schedule.max_staleness schedule.order sampler.slots learner.lr
     learner.minibatches learner.epochs algorithm.clip_low algorithm.clip_high algorithm.behav_weight_cap algorithm.fresh
     evaluation.prompts evaluation.samples schedule.eval_every runtime.clock runtime.costs.charge_forward""".split()
-Results = dict[str, list[RunResult]]  # one config: method -> one run per seed
+OPPO_SHOWN = """title schedule.steps schedule.batch_size schedule.group_size sampler.slots sampler.chunk overlap.rule overlap.delta overlap.delta_max
+    overlap.window reward.path critic.shared algorithm.kl_coef algorithm.anchor learner.lr learner.minibatches learner.epochs evaluation.prompts
+    evaluation.samples schedule.eval_every runtime.placement.a runtime.placement.b runtime.clock""".split()
+Results = dict[str, list[RunResult]]  # one config: method (or the name of a variant) -> one run per seed
+Variants = Mapping[str, tuple[str, list[str]]]  # name: method and further overrides
 
 
 class Markdown(str):
@@ -68,10 +74,10 @@ class Plan:
     interactive: bool  # progress bars
     knobs: dict[str, Any]
 
-    def experiment(self, config: str, method: str, knobs: Iterable[str] = tuple(KNOBS)) -> Experiment:
-        """A config with those of `knobs` that are set and do not touch what defines the method, then the overrides."""
+    def experiment(self, config: str, method: str, knobs: Iterable[str] = tuple(KNOBS), more: Iterable[str] = ()) -> Experiment:
+        """A config with those of `knobs` that are set and do not touch what defines the method, then `more` and the overrides."""
         chosen = {key: self.knobs[name] for name in knobs for key in KNOBS[name] if self.knobs.get(name) is not None and _applies(key, method)}
-        return load(config, self.scale, [*(f"{key}={value}" for key, value in chosen.items()), *self.overrides], method)
+        return load(config, self.scale, [*(f"{key}={value}" for key, value in chosen.items()), *more, *self.overrides], method)
 
 
 def read(namespace: dict[str, Any]) -> Plan:
@@ -100,11 +106,12 @@ def _unusable(configs: list, seeds: list) -> list[Problem]:
     return problems + ([] if configs else [Problem("configs", "got []", "write one config or several, as in [a3po/setup1]")])
 
 
-def results(plan: Plan, methods: Iterable[str] = A3PO_METHODS) -> list[Results]:
-    """{method: [run per seed]} of every config. What is not finished is trained first, all of it in one sweep."""
-    planned = [[plan.experiment(config, method) for method in methods] for config in plan.configs]
-    runs.sweep(list(itertools.chain(*planned)), plan.seeds, progress=plan.interactive)
-    return [{e.method: [RunResult(runs.folder(e, seed)) for seed in plan.seeds] for e in row} for row in planned]
+def results(plan: Plan, methods: Iterable[str] | Variants = A3PO_METHODS) -> list[Results]:
+    """{method or variant: [run per seed]} of every config. What is not finished is trained first, all of it in one sweep."""
+    named = methods if isinstance(methods, Mapping) else {method: (method, []) for method in methods}
+    planned = [{name: plan.experiment(config, method, more=more) for name, (method, more) in named.items()} for config in plan.configs]
+    runs.sweep([e for row in planned for e in row.values()], plan.seeds, progress=plan.interactive)
+    return [{name: [RunResult(runs.folder(e, seed)) for seed in plan.seeds] for name, e in row.items()} for row in planned]
 
 
 def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
@@ -119,15 +126,24 @@ def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[st
         return list(pool.map(lambda experiments: measured("training_times", experiments, clock=clock, **length), chosen))
 
 
+def overlap_times(plan: Plan, blocks: int) -> list[dict]:
+    """The bench of OPPO's overlaps of every config on the measured clock, one dict each; as short as can be at scale smoke."""
+    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
+    chosen = [bench_overlap.variants(lambda method, more, c=config: plan.experiment(c, method, (), more)) for config in plan.configs]
+    with ThreadPoolExecutor(2) as pool:  # processor time: each on a core of its own
+        return list(pool.map(lambda experiments: measured("overlap_times", experiments, clock="measured", **length), chosen))
+
+
 def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:
-    """What the function `kind` of nowait.bench returns for one or several experiments, measured once and kept; with `provenance`."""
+    """What the function `kind` of the benches returns for one or several experiments, measured once and kept; with `provenance`."""
     several = subject if isinstance(subject, dict) else {subject.method: subject}
     hashes = {method: runs.run_hash(e, seed=0) for method, e in several.items()}  # of settings, code and checkpoint
-    key = json.dumps([kind, hashes, options, Path(bench.__file__).read_text()], sort_keys=True)
+    module = bench if hasattr(bench, kind) else bench_overlap
+    key = json.dumps([kind, hashes, options, Path(module.__file__).read_text()], sort_keys=True)
     path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not path.is_file():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=runs.end_with, initargs=(os.getpid(),)) as pool:
-            result = pool.submit(getattr(bench, kind), subject, **options).result()
+            result = pool.submit(getattr(module, kind), subject, **options).result()
         configs = {f"bench/{tables.setup(e.name)}/{method}": digest(e) for method, e in several.items()}
         record = {"seeds": result["seeds"], "code": [runs.code_digest()], "config": configs}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,9 +152,11 @@ def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: 
     return json.loads(path.read_text())
 
 
-def settings(plan: Plan) -> pd.DataFrame:
-    """The settings of A-3PO's run behind the figures, by the keys that overrides take, and what follows from them; one column per config."""
-    frame = pd.concat([pd.json_normalize(plan.experiment(config, "loglinear").model_dump(mode="json")) for config in plan.configs])
+def settings(plan: Plan, method: str = "loglinear") -> pd.DataFrame:
+    """The settings of the paper's own method behind the figures, by the keys that overrides take, and what follows; one column per config."""
+    frame = pd.concat([pd.json_normalize(plan.experiment(config, method).model_dump(mode="json")) for config in plan.configs])
+    if method != "loglinear":
+        return frame[["name", *OPPO_SHOWN]].set_index("name").T
     ends = [((1 + sign * frame[f"algorithm.clip_{end}"]) ** frame["schedule.max_staleness"]).round(3) for end, sign in (("low", -1), ("high", 1))]
     derived = {"sequences per training step": frame["schedule.batch_size"] * frame["schedule.group_size"]}
     derived |= {"optimiser steps per training step": frame["learner.minibatches"] * frame["learner.epochs"]}
@@ -158,9 +176,9 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
     return pd.DataFrame(shares).T.fillna(0.0).round(3)
 
 
-def verdicts(frames: dict[str, pd.DataFrame]) -> Markdown:
+def verdicts(frames: dict[str, pd.DataFrame], paper: str = "a3po") -> Markdown:
     """The shape targets that were fixed before the runs, judged by the frames {name of the figure: its data}."""
-    judged = [row for row in report.shapes("a3po", frames) if row[2] != "not run"]
+    judged = [row for row in report.shapes(paper, frames) if row[2] != "not run"]
     return Markdown("\n".join(f"- **{verdict}**, {setup}: {target}. {numbers}." for target, setup, verdict, numbers in judged))
 
 
@@ -177,7 +195,7 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         "config": {name: value for origin in origins for name, value in origin["config"].items()},
     }
     own = "NOWAIT_FIGURES" not in os.environ and _own(plan, figures.records(figures_dir()).get(name, {}), record)
-    content = {**figures.PLOTS, **tables.TABLES}[name](frame)
+    content = {**figures.PLOTS, **figures.TABLES}[name](frame)
     path = figures.save(content, name, frame, record, runs.root() / "figures-own" if own else figures_dir())
     if os.environ.get("WANDB_MODE") != "disabled":
         _mirror(plan, name, frame, path)

@@ -81,6 +81,7 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "rollout/reprefill_tokens": ("tokens in flight prefilled again under new weights, sum", "-", "-", "-"),
     "rollout/buffered_tokens": ("tokens generated and not yet trained, sum", "-", "-", "-"),
     "rollout/requests": ("ids of the requests trained (metrics.jsonl only)", "-", "-", "-"),
+    "rollout/lengths": ("response tokens of every sequence trained (metrics.jsonl only)", "-", "-", "-"),
     "time/step": ("seconds of the step on the run's clock", "step_time", "timing_s/step", "-"),
     "time/elapsed": ("seconds since the start, evaluations excluded", "-", "-", "-"),
     "time/generate": ("seconds of decoding, mean over sampler devices", "-", "timing_s/gen", "timeperf/rollout (waiting only)"),

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
+from nowait.analysis import report_oppo
 from nowait.analysis.statistics import standard_error
 from nowait.analysis.tables import REFERENCE, markdown
 from nowait.published import Entry
@@ -60,7 +61,8 @@ def report(folder: str | Path = "figures") -> str:
     """Write report.md into `folder` from the CSV files there, whichever exist; returns its text."""
     folder = Path(folder)
     frames = {csv.stem: pd.read_csv(csv) for csv in sorted(folder.glob("*.csv"))}
-    values, reason = {**_table_values(frames), **_curve_values(frames)}, withheld(frames)
+    own = {key: Measured(*value) for key, value in report_oppo.values(frames).items()}
+    values, reason = {**_table_values(frames), **_curve_values(frames), **own}, withheld(frames)
     text = INTRODUCTION.format(scale=f"scale {', '.join(_scales(frames))}" if frames else "nothing yet")
     text += "".join(_paper(paper, frames, judge(paper, values, reason)) for paper in published.PAPERS)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,10 +87,10 @@ def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row
 
 
 def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
-    """(target, setup, verdict, numbers) for every shape target of a paper in each of its setups."""
+    """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for."""
     facts = published.load(paper)
     for target, rule in zip(facts["shape_targets"], published.targets()[paper]["shapes"], strict=True):
-        for setup in facts.get("setups", ["all"]):
+        for setup in rule.get("setups", facts.get("setups") or facts["tasks"]):
             yield target, setup, *_shape(frames, setup, rule)
 
 
@@ -119,8 +121,6 @@ def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str
         return "not run", str(missing.args[0])
     if reason := withheld(frames):
         return "not judged", f"{reason}; {numbers}"
-    if setup not in rule.get("setups", [setup]):
-        return "not judged", f"no claim of the paper for this setup; {numbers}"
     decided = [_decided(*condition) for condition in conditions]
     verdict = next((verdict for verdict in ("fail", "not resolved") if verdict in decided), "pass")
     return verdict, numbers
@@ -206,6 +206,7 @@ SHAPES = {
     "importance_weights": _shape_weights,
     "entropy": _shape_entropy,
     "final_eval_reward": _shape_final,
+    **report_oppo.SHAPES,
 }
 
 

@@ -67,7 +67,7 @@ def training_time(bench: dict) -> pd.DataFrame:
         for row in bench["rows"]
     ]
     shared = {key: bench[key] for key in ("sampler_s", "update_s", "forward_s", "scale", "clock")}
-    return _rounded(pd.DataFrame(rows).assign(**shared, f_over_u=bench["forward_over_update"], bound=1 + bench["forward_over_update"]))
+    return rounded(pd.DataFrame(rows).assign(**shared, f_over_u=bench["forward_over_update"], bound=1 + bench["forward_over_update"]))
 
 
 def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
@@ -78,7 +78,7 @@ def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     if missing:
         raise ValueError(f"the bench has no seconds per step for {missing}; measure them or leave these methods out")
     seconds = frame["step"].to_numpy() * per_step.reindex(keys).to_numpy()
-    return _rounded(frame.assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
+    return rounded(frame.assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
 
 
 def proximal_seconds(bench: dict) -> pd.DataFrame:
@@ -88,22 +88,22 @@ def proximal_seconds(bench: dict) -> pd.DataFrame:
     rows += [("cpu model", "loglinear", small["interpolate_s"], np.nan, np.nan)]
     rows += [("tensors of the paper's size", "loglinear", large["interpolate_s"], np.nan, np.nan)]
     frame = pd.DataFrame(rows, columns=["tensors", "method", "seconds", "over_loglinear", "over_loglinear_se"])
-    return _rounded(frame.assign(blocks=bench["blocks"], clock="wall", scale=bench["scale"]))
+    return rounded(frame.assign(blocks=bench["blocks"], clock="wall", scale=bench["scale"]))
 
 
 def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
     """Last evaluation reward per method, standard error, and the difference from recompute paired by seed and prompt."""
     facts = published.load("a3po")["tables"]["final_eval_reward"]
-    rows = _quality(results, [evaluation])
-    return _rounded(pd.DataFrame([{**row, "published": facts.get(row["setup"], {}).get(row["method"])} for row in rows]))
+    rows = quality_rows(results, [evaluation])
+    return rounded(pd.DataFrame([{**row, "published": facts.get(row["setup"], {}).get(row["method"])} for row in rows]))
 
 
 def benchmarks(results: dict[str, list], sets: list[str]) -> pd.DataFrame:
     """Final reward in % on each of the held-out sets and on their average, per method, compared as in `final_eval_reward`."""
     named = {name: [name] for name in sets} | ({"average": sets} if len(sets) > 1 else {})
-    frame = pd.DataFrame([{**row, "set": name} for name, several in named.items() for row in _quality(results, several)])
+    frame = pd.DataFrame([{**row, "set": name} for name, several in named.items() for row in quality_rows(results, several)])
     shares = [name for name in ("reward", "se", "difference", "difference_se") if name in frame]
-    return _rounded(frame.assign(**{name: 100 * frame[name] for name in shares}))
+    return rounded(frame.assign(**{name: 100 * frame[name] for name in shares}))
 
 
 def markdown(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
@@ -202,20 +202,20 @@ def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
     seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
     head = {"setup": setup(config["name"]), "method": method, "seed": run.manifest["seed"]}
     head |= {"scale": config["scale"], "clock": config["runtime"]["clock"]}
-    return _rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
+    return rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
 
 
-def _quality(results: dict[str, list], sets: list[str]) -> list[dict]:
-    """One row per method: final reward, mean of the sets, and where there is a recompute the difference from it."""
+def quality_rows(results: dict[str, list], sets: list[str], reference: str = REFERENCE) -> list[dict]:
+    """One row per method: final reward, mean of the sets, and where there is the reference method the difference from it."""
     rewards = {method: [_final_rewards(method, runs, name) for name in sets] for method, runs in results.items()}
     rows = []
     for method, own in rewards.items():
         config, estimate = results[method][0].manifest["config"], mean_and_error(*own)
         row = {"setup": setup(config["name"]), "method": method, "scale": config["scale"], "reward": estimate.mean, "se": estimate.se}
-        if method != REFERENCE and REFERENCE in rewards:
-            pairs = list(zip(own, rewards[REFERENCE], strict=True))
+        if method != reference and reference in rewards:
+            pairs = list(zip(own, rewards[reference], strict=True))
             if not all(a.index.equals(b.index) and a.columns.equals(b.columns) for a, b in pairs):
-                raise ValueError(f"{row['setup']}: {method} and {REFERENCE} need the same seeds and evaluation prompts; run the missing seeds")
+                raise ValueError(f"{row['setup']}: {method} and {reference} need the same seeds and evaluation prompts; run the missing seeds")
             difference = paired_difference(*pairs)
             row |= {"difference": difference.mean, "difference_se": difference.se}
         rows.append(row | {"seeds": estimate.seeds, "prompts": estimate.prompts})
@@ -236,6 +236,6 @@ def _final_rewards(method: str, runs: list, evaluation: str) -> pd.DataFrame:
     return table
 
 
-def _rounded(frame: pd.DataFrame) -> pd.DataFrame:
+def rounded(frame: pd.DataFrame) -> pd.DataFrame:
     floats = frame.select_dtypes("float").columns
     return frame.assign(**{name: frame[name].map(lambda value: float(f"{value:.6g}")) for name in floats})

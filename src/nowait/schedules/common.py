@@ -191,6 +191,7 @@ def describe(crew: Crew, batch: Batch, stats: dict[str, float], window: tuple[fl
         "rollout/buffered_tokens": buffered,
         "rollout/reprefill_tokens": usage.reprefilled,
         "rollout/requests": sorted(set(batch.group.tolist())),
+        "rollout/lengths": batch.length.tolist(),
         "time/elapsed": elapsed,
         **_times(crew, *window),
         "perf/occupancy": usage.tokens / (usage.steps * crew.slots) if usage.steps else 0.0,

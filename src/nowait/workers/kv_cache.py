@@ -64,8 +64,8 @@ class SlotCache:
         slot, position = _places(slots, lengths)
         self.keys[:, slot, :, position], self.values[:, slot, :, position] = keys.to(self.keys.dtype), values.to(self.values.dtype)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy one sequence's first `length` positions to another slot."""
+    def copy(self, source: int | np.ndarray, target: int | np.ndarray, length: int) -> None:
+        """Copy the first `length` positions of a slot, or of several, to another one each."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 

@@ -55,11 +55,12 @@ class HFLearner:
         self._snapshots = Path(tempfile.mkdtemp(dir=snapshots)) if snapshots else None
         self._step: _Step | None = None
 
-    def _train(self, modules: dict[str, torch.nn.Module]) -> None:
-        """Make these the modules that updates change and that states hold."""
+    def _train(self, modules: dict[str, torch.nn.Module], rates: dict[str, float] | None = None) -> None:
+        """Make these the modules that updates change and that states hold; `rates` are the learning rates that are not the policy's."""
         self._trained, c = modules, self.config
         self._parameters = [p for module in modules.values() for p in module.parameters()]
-        self._optimizer = torch.optim.AdamW(self._parameters, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
+        groups = [{"params": list(m.parameters()), "full_lr": (rates or {}).get(name, c.lr)} for name, m in modules.items()]
+        self._optimizer = torch.optim.AdamW(groups, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> np.ndarray:
@@ -90,9 +91,9 @@ class HFLearner:
         if logp_prox is not None:
             columns["logp_prox"] = torch.from_numpy(logp_prox)
         self._step = _Step(batch, columns, divergence, self._minibatches(batch))
-        rate = self.config.lr * min(1.0, self.version / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
+        warmed = min(1.0, self.version / self.config.warmup_steps) if self.config.warmup_steps else 1.0
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["full_lr"] * warmed
         return len(self._step.minibatches)
 
     def gradient(self, minibatch: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, dict]:

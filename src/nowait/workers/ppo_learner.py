@@ -33,7 +33,8 @@ class PPOLearner(HFLearner):
     """PPO with a critic: a model of its own, or with `critic.shared` a value head on the policy's last hidden states.
 
     One AdamW and one gradient clip for both: the norm of a shared backbone's gradient cannot be divided between the two losses, and value_coef
-    is to mean the same with and without sharing. `options` are those of HFLearner.
+    is to mean the same with and without sharing. `critic.lr` is the rate of the critic's own weights: all of a separate one, or the head.
+    `options` are those of HFLearner.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class PPOLearner(HFLearner):
         for parameter in self._value_head.parameters():
             torch.nn.init.zeros_(parameter)
         backbone = {} if critic.shared else {"critic": self._backbone}
-        self._train(self._trained | backbone | {"value_head": self._value_head})
+        rate = learner.lr if critic.lr is None else critic.lr
+        self._train(self._trained | backbone | {"value_head": self._value_head}, {"critic": rate, "value_head": rate})
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

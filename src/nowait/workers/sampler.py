@@ -73,7 +73,7 @@ class HFSampler:
             token, logp = self._step(uniforms[row, t])
             steps.append((row, token, logp))
             made[: self._active] += 1
-            stopped = np.isin(token, self.eos)
+            stopped = (token[:, None] == self.eos).any(1)
             ended = stopped | (made[: self._active] >= self._columns["limit"][: self._active])
             if ended.any():
                 finish[row[ended]] = np.where(stopped[ended], STOP, LENGTH)
@@ -118,13 +118,18 @@ class HFSampler:
             self._active += 1
 
     def _prefill(self) -> None:
-        """Fill the cache of fresh rows with all of their history but the newest token."""
-        rows = np.flatnonzero(self._fresh[: self._active])
+        """Fill the cache of fresh rows with all of their history but the newest token; samples that begin with the same prompt read it once."""
+        rows = np.flatnonzero(self._fresh[: self._active] & (self._columns["length"][: self._active] > 1))
         self._fresh[:] = False
-        lengths = self._columns["length"][rows] - 1
-        rows, lengths = rows[lengths > 0], lengths[lengths > 0]
+        begun = self._columns["made"][rows] > 0
+        _, first, which = np.unique(np.where(begun, -1 - rows, self._columns["request"][rows]), return_index=True, return_inverse=True)
+        read = rows[first]
+        lengths = self._columns["length"][read] - 1
         for group in length_groups(lengths):
-            self._prefill_rows(rows[group], lengths[group])
+            self._prefill_rows(read[group], lengths[group])
+        source = read[which]
+        if (copied := source != rows).any():
+            self._cache.copy(source[copied], rows[copied], int(self._columns["length"][rows[copied]].max()) - 1)
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         width = int(lengths.max())
@@ -157,7 +162,7 @@ class HFSampler:
             last = self._active - 1
             if i != last:
                 length = int(self._columns["length"][last])
-                self._cache.move(last, i, length)
+                self._cache.copy(last, i, length)
                 self._history[i, :length] = self._history[last, :length]
                 row[i] = row[last]
                 for column in self._columns.values():
