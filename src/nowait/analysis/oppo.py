@@ -51,7 +51,7 @@ def per_run(results: dict[str, list]) -> pd.DataFrame:
     tail, Δ / B, and when the reward reached the target.
 
     The target is `TARGET_SHARE` of the way from the first to the best mean reward of the sequential run of the same seed; both are means
-    over `SMOOTHED` steps. NaN where it was not reached.
+    over `SMOOTHED` steps (half of a shorter run). NaN where it was not reached.
     """
     targets = {run.manifest["seed"]: _target(run) for run in results["sequential"]}
     rows = []
@@ -74,7 +74,7 @@ def _steps(run) -> pd.DataFrame:
 
 
 def _smooth(steps: pd.DataFrame) -> pd.Series:
-    return steps["rollout/reward_mean"].rolling(SMOOTHED).mean()
+    return steps["rollout/reward_mean"].rolling(min(SMOOTHED, max(1, len(steps) // 2))).mean()
 
 
 def _target(run) -> float:
