@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from nowait import config, published
-from nowait.analysis import figures, oppo, tables
+from nowait.analysis import figures, oppo, oppo_figures, tables
 from nowait.analysis.report import Measured, judge, report, shapes
 from nowait.runtime.timeline import Span, Timeline
 
@@ -111,7 +111,7 @@ def folder(frames, tmp_path_factory):
     path, record = tmp_path_factory.mktemp("figures"), tables.provenance([made_up_results()])
     for name, frame in frames.items():
         own = frame[frame["setup"] == TASK] if "setup" in frame else frame
-        figures.save({**oppo.PLOTS, **oppo.TABLES}[name](own), name, own, record, path)
+        figures.save({**oppo_figures.PLOTS, **oppo_figures.TABLES}[name](own), name, own, record, path)
     return path
 
 
@@ -236,9 +236,9 @@ def test_the_rules_climb_alike_and_only_trend_comes_to_rest_on_a_plateau():
     assert late.loc["slope", "share of Δ = 0, plateau"] < 0.2 and 4 < late.loc["slope", "mean Δ, plateau"] < 12
 
 
-@pytest.mark.parametrize("name", [*oppo.PLOTS, *oppo.TABLES])
+@pytest.mark.parametrize("name", [*oppo_figures.PLOTS, *oppo_figures.TABLES])
 def test_redrawing_from_the_csv_alone_gives_the_same_bytes(folder, name):
-    picture = folder / f"{name}{'.md' if name in oppo.TABLES else '.png'}"
+    picture = folder / f"{name}{'.md' if name in oppo_figures.TABLES else '.png'}"
     before = picture.read_bytes()
     picture.unlink()
     with matplotlib.rc_context({"font.size": 30, "savefig.dpi": 40, "lines.linewidth": 9}):
@@ -263,9 +263,9 @@ AXES = {  # labels of the axes, whose units they name; what the titles of measur
 }
 
 
-@pytest.mark.parametrize("name", oppo.PLOTS)
+@pytest.mark.parametrize("name", oppo_figures.PLOTS)
 def test_axes_name_their_units_and_measured_ones_scale_n_and_clock(frames, name):
-    axes, (labels, note) = oppo.PLOTS[name](frames[name]).axes, AXES[name]
+    axes, (labels, note) = oppo_figures.PLOTS[name](frames[name]).axes, AXES[name]
     assert [(ax.get_xlabel(), ax.get_ylabel()) for ax in axes] == labels
     titles = [ax.get_title() + ax.get_title("left") for ax in axes]
     assert all(note in title for title in titles if not title.startswith("published")) and any(note in title for title in titles)
@@ -277,15 +277,15 @@ def heights(ax) -> list[float]:
 
 def test_published_and_measured_bars_are_in_axes_of_their_own(frames):
     only = {name: frame[frame["setup"] == TASK] for name, frame in frames.items() if name in ("oppo_utilisation", "oppo_ablation")}
-    left, middle, right = oppo.utilisation(only["oppo_utilisation"]).axes
+    left, middle, right = oppo_figures.utilisation(only["oppo_utilisation"]).axes
     assert [*heights(left), *heights(middle), *heights(right)] == pytest.approx([50.6, 71, 40, 64, 50, 75])
-    left, middle, right = oppo.ablation(only["oppo_ablation"]).axes
+    left, middle, right = oppo_figures.ablation(only["oppo_ablation"]).axes
     assert heights(left) == pytest.approx([1, 1.2, 1.55556, 1.9]) and heights(middle) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-5)
     assert heights(right) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-3)
 
 
 def test_a_chart_of_calls_draws_each_where_and_when_it_ran(frames):
-    axes = oppo.timeline(frames["oppo_timeline"]).axes
+    axes = oppo_figures.timeline(frames["oppo_timeline"]).axes
     bars = [path.get_extents() for collection in axes[0].collections for path in collection.get_paths()]
     found = sorted((round(bar.x0, 3), round(bar.x1, 3), round((bar.y0 + bar.y1) / 2, 3)) for bar in bars)
     assert found == [(0, 0.5, 0), (0.5, 0.7, 1), (0.7, 1, 0), (1, 1.5, 0), (1.5, 1.7, 1), (1.7, 2, 0)]  # device a is row 0
@@ -294,13 +294,13 @@ def test_a_chart_of_calls_draws_each_where_and_when_it_ran(frames):
 
 def test_step_latency_over_chunk_size_is_a_mean_over_seeds():
     frame = chunk_sizes([0.9, 0.5, 0.7], spread=0.5)
-    _, measured = oppo.chunk_size(frame).axes
+    _, measured = oppo_figures.chunk_size(frame).axes
     lines = [list(line.get_ydata()) for line in measured.get_lines() if len(line.get_xdata()) == 3]
     assert any(line == pytest.approx([0.9, 0.5, 0.7]) for line in lines)
 
 
 def test_the_table_of_speedups_has_published_columns_before_measured_ones():
-    rows = oppo.speedups_markdown(oppo.speedups(runs_frame(sequential=[1.0, 1.2], both=[0.5, 0.4]))).splitlines()
+    rows = oppo_figures.speedups_markdown(oppo.speedups(runs_frame(sequential=[1.0, 1.2], both=[0.5, 0.4]))).splitlines()
     assert rows[3] == f"| {TASK} | both | 2300 | 1.90x | 0.450 | 2.50x | 4.5 | 2.50x | 2.00x | 0.42x | 0.25 | 2 |"
 
 

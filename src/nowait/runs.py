@@ -34,6 +34,7 @@ from nowait.config import Experiment
 from nowait.identity import code_digest, commit, run_hash
 from nowait.results import RunResult, find, folder, listing, root  # noqa: F401, reading runs is part of this module's interface
 from nowait.runtime.device import _leave_with, event_loop
+from nowait.runtime.gpu import GpuSampler
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
 from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines, read_metrics
@@ -150,13 +151,13 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     _write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
-    timeline, written, ok = Timeline(), 0, False
+    timeline, gpu, written, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, False
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
         tasks.load(experiment.task)  # before a model is loaded, or fetched
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
-            tracker.log(record.step, record.metrics)
+            tracker.log(record.step, record.metrics | gpu.take())
             for name, rewards in record.rewards.items():
                 means = [round(float(np.nanmean(row)), 6) if np.isfinite(row).any() else None for row in rewards]
                 with _disk(path / "evaluations.jsonl") as file, file.open("ab", buffering=0) as opened:
@@ -169,6 +170,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
         ok = True
     finally:
+        gpu.stop()
         tracker.close(failed=not ok)
     with _disk(path / "policy"):
         _copy_tokenizer(experiment, path / "policy")
