@@ -15,7 +15,7 @@ VARIANTS = {  # method, and the share of B in requests that is overcommitted
     "inter": ("inter", 0.25),
     "both": ("both", 0.25),
     "inter_paper": ("inter", 0.07),
-    "both_paper": ("both", 0.07),  # the paper's fixed degrees are 4 % and 7 % of its batch
+    "both_paper": ("both", 0.07),  # of the paper's fixed degrees, 4 and 8 of 112, the larger
 }
 SKIPPED = 4  # steps of a block before it counts: until requests of several steps are in flight
 STAGES = {"generate": "generate", "reward": "reward", "reference": "ref", "forward": "prox_forward", "train": "train"}

@@ -129,7 +129,7 @@ def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[st
 def overlap_times(plan: Plan, blocks: int) -> list[dict]:
     """The bench of OPPO's overlaps of every config on the measured clock, one dict each; as short as can be at scale smoke."""
     length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
-    chosen = [bench_overlap.variants(lambda method, more, c=config: plan.experiment(c, method, (), more)) for config in plan.configs]
+    chosen = [bench_overlap.variants(lambda method, more, c=config: plan.experiment(c, method, ("kl",), more)) for config in plan.configs]
     with ThreadPoolExecutor(2) as pool:  # processor time: each on a core of its own
         return list(pool.map(lambda experiments: measured("overlap_times", experiments, clock="measured", **length), chosen))
 
@@ -139,7 +139,8 @@ def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: 
     several = subject if isinstance(subject, dict) else {subject.method: subject}
     hashes = {method: runs.run_hash(e, seed=0) for method, e in several.items()}  # of settings, code and checkpoint
     module = bench if hasattr(bench, kind) else bench_overlap
-    key = json.dumps([kind, hashes, options, Path(module.__file__).read_text()], sort_keys=True)
+    code = [Path(part.__file__).read_text() for part in (bench, module)]
+    key = json.dumps([kind, hashes, options, code], sort_keys=True)
     path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not path.is_file():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=runs.end_with, initargs=(os.getpid(),)) as pool:

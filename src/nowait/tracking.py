@@ -92,7 +92,7 @@ METRICS: dict[str, tuple[str, str, str, str]] = {
     "time/ref": ("seconds of the reference model, where there is one", "-", "timing_s/ref", "-"),
     "time/idle_gen": ("seconds without work, mean over sampler devices", "-", "rollouter/idle_ratio (a share)", "-"),
     "time/idle_train": ("seconds without work, mean over learner devices", "-", "trainer/idle_ratio (a share)", "-"),
-    "perf/occupancy": ("generated tokens over decode steps times slots", "-", "-", "-"),
+    "perf/occupancy": ("generated tokens over decode steps times slots (schedule overlapped: times (B + Δ) n, what was let in)", "-", "-", "-"),
     "perf/gpu_utilisation": ("time with a kernel running over time, by NVML, mean over GPUs; only with a GPU and nvidia-ml-py", "-", "-", "-"),
     "perf/busy_frac": ("busy time over step time, mean over devices", "-", "-", "-"),
     "overlap/delta": ("Δ of the step: requests in flight beyond the batch size B (schedule overlapped only, as all overlap/*)", "-", "-", "-"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import statistics
 import threading
+from contextlib import suppress
 from types import ModuleType
 
 PERIOD = 0.5  # seconds; the driver's counter covers a sixth of a second to one second
@@ -28,9 +29,10 @@ class GpuSampler:
         self._stopped.set()
 
     def _sample(self, library: ModuleType, period: float) -> None:
-        handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
-        while handles and not self._stopped.wait(period):
-            self._samples.append(statistics.fmean(library.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / 100)
+        with suppress(Exception):  # some GPUs, or parts of one, have no such counter
+            handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+            while handles and not self._stopped.wait(period):
+                self._samples.append(statistics.fmean(library.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / 100)
 
 
 def _nvml() -> ModuleType | None:
