@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import warnings
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nowait.config import KEYS, ConfigError, Experiment, diff, digest, load
@@ -55,11 +54,9 @@ def progress(result: RunResult) -> tuple[str, str]:
 def changes(result: RunResult) -> str:
     """The overrides by which a run differs from its config file at its scale and method; empty where there is no such file any more."""
     try:
-        experiment = settings(result)
-        before = load(experiment.name, experiment.scale, method=experiment.method)
+        return " ".join(_overrides(settings(result)))
     except ValueError:
         return ""
-    return " ".join(f"{key}={value}" for key, value in _overrides(experiment, diff(before, experiment)))
 
 
 def describe(result: RunResult) -> list[list[str]]:
@@ -90,7 +87,7 @@ def repeat(result: RunResult) -> str:
         return str(error)
     choice = {"scale": experiment.scale, "method": experiment.method}
     try:
-        overrides = [f"{key}={value}" for key, value in _overrides(experiment, diff(load(experiment.name, **choice), experiment))]
+        overrides = _overrides(experiment)
         if digest(load(experiment.name, overrides=overrides, **choice)) == digest(experiment):
             options = [word for name, value in {**choice, "seed": str(seed)}.items() for word in (f"--{name}", value)]
             return shlex.join(["nowait", "train", experiment.name, *options, *(word for text in overrides for word in ("--set", text))])
@@ -99,10 +96,13 @@ def repeat(result: RunResult) -> str:
     return f"nowait runs show {shlex.quote(str(result.path))} --yaml > settings.yaml && nowait train settings.yaml --seed {seed}"
 
 
-def _overrides(experiment: Experiment, changes: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, str]]:
-    """Each changed key that an override can set (a table such as task.options whole), with the experiment's value as YAML."""
+def _overrides(experiment: Experiment) -> list[str]:
+    """KEY=VALUE, in YAML, of each setting that its config file has otherwise (tables such as task.options whole). ConfigError without one."""
+    changes = diff(load(experiment.name, experiment.scale, method=experiment.method), experiment)
+    found = []
     for field in dict.fromkeys(next(k for k in KEYS if f"{key}.".startswith(f"{k}.")) for key, *_ in changes):
         value = experiment.model_dump(mode="json")
         for part in field.split("."):
             value = value[part]
-        yield field, json.dumps(value, ensure_ascii=False)
+        found.append(f"{field}={json.dumps(value, ensure_ascii=False)}")
+    return found

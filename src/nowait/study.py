@@ -117,21 +117,23 @@ def results(plan: Plan, methods: Iterable[str] | Variants = A3PO_METHODS) -> lis
 def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
     """The bench of training times of every config, one dict each; as short as can be at scale smoke.
 
-    Of the knobs it follows those that change how long a step takes. On the measured clock, which counts processor time, two configs are
-    timed at once, each on a core of its own.
+    Of the knobs it follows those that change how long a step takes.
     """
-    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
     chosen = [{m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods} for config in plan.configs]
-    with ThreadPoolExecutor(2 if clock == "measured" else 1) as pool:
-        return list(pool.map(lambda experiments: measured("training_times", experiments, clock=clock, **length), chosen))
+    return _benches("training_times", plan, chosen, blocks, clock)
 
 
 def overlap_times(plan: Plan, blocks: int) -> list[dict]:
     """The bench of OPPO's overlaps of every config on the measured clock, one dict each; as short as can be at scale smoke."""
-    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
     chosen = [bench_overlap.variants(lambda method, more, c=config: plan.experiment(c, method, ("kl",), more)) for config in plan.configs]
-    with ThreadPoolExecutor(2) as pool:  # processor time: each on a core of its own
-        return list(pool.map(lambda experiments: measured("overlap_times", experiments, clock="measured", **length), chosen))
+    return _benches("overlap_times", plan, chosen, blocks, "measured")
+
+
+def _benches(kind: str, plan: Plan, chosen: list[dict[str, Experiment]], blocks: int, clock: str) -> list[dict]:
+    """`measured` of several configs. On the measured clock, which counts processor time, two are timed at once, each on a core of its own."""
+    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
+    with ThreadPoolExecutor(2 if clock == "measured" else 1) as pool:
+        return list(pool.map(lambda experiments: measured(kind, experiments, clock=clock, **length), chosen))
 
 
 def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from nowait import published
 from nowait.analysis.statistics import standard_error
-from nowait.analysis.tables import quality_rows, rounded, setup
+from nowait.analysis.tables import head_of, quality_rows, rounded, setup
 from nowait.schedules.overcommit import OvercommitController
 
 WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
@@ -51,15 +51,14 @@ def per_run(results: dict[str, list]) -> pd.DataFrame:
     rows = []
     for method, several in results.items():
         for run in several:
-            config, seed, steps = run.manifest["config"], run.manifest["seed"], _steps(run)
-            head = {"setup": setup(config["name"]), "method": method, "seed": seed, "scale": config["scale"], "clock": config["runtime"]["clock"]}
+            seed, steps = run.manifest["seed"], _steps(run)
             means = {"seconds_per_step": "time/step", **STAGES, "utilisation": "perf/busy_frac", "occupancy": "perf/occupancy"}
-            means |= {"tail": "overlap/tail_frac", "delta_over_b": "overlap/delta_over_b", "last_reward": "rollout/reward_mean"}
+            means |= {"tail": "overlap/tail_frac", "delta_over_b": "overlap/delta_over_b"}
             found = {name: steps[column].mean() if column in steps else 0.0 for name, column in means.items()}
             found["last_reward"] = steps["rollout/reward_mean"].tail(SMOOTHED).mean()
             reached = steps[_smooth(steps) >= targets[seed]].head(1)
             when = {name: reached[column].iloc[0] if len(reached) else np.nan for name, column in (("step", "step"), ("seconds", "time/elapsed"))}
-            rows.append({**head, **found, "target": targets[seed], **{f"target_{name}": value for name, value in when.items()}})
+            rows.append({**head_of(method, run), **found, "target": targets[seed], **{f"target_{name}": value for name, value in when.items()}})
     return rounded(pd.DataFrame(rows))
 
 
@@ -128,9 +127,8 @@ def lengths(results: dict[str, list], share: float = 0.25) -> pd.DataFrame:
         for run in several:
             steps = _steps(run)
             ends = {"first": steps.head(int(len(steps) * share)), "last": steps.tail(int(len(steps) * share))}
-            config = run.manifest["config"]
-            head = (setup(config["name"]), method, run.manifest["seed"], config["scale"], config["runtime"]["clock"])
-            rows += [(*head, part, n) for part, some in ends.items() for row in some["rollout/lengths"] for n in row]
+            head = head_of(method, run)
+            rows += [{**head, "part": part, "tokens": n} for part, some in ends.items() for row in some["rollout/lengths"] for n in row]
     return pd.DataFrame(rows, columns=["setup", "method", "seed", "scale", "clock", "part", "tokens"])
 
 

@@ -44,22 +44,13 @@ def timeline(frame: pd.DataFrame) -> Figure:
 
 
 @styled
-def reward(frame: pd.DataFrame, x: str = "step") -> Figure:
-    """Mean reward of the trained batches, a panel per task; x is "step" or "seconds". Columns as of `tables.tidy`."""
+def reward(frame: pd.DataFrame, x: str = "step", held_out: bool = False) -> Figure:
+    """Mean reward of the trained batches, or held-out exact match, a panel per task; x is "step" or "seconds". Columns as of `tables.tidy`."""
     figure, axes = _panels(frame)
+    column, label, binned = ("eval/reward", "held-out exact match", None) if held_out else ("rollout/reward_mean", "mean reward of a batch", "mean")
     for task, ax in axes.items():
-        measured_curves(ax, frame[frame["setup"] == task], x, "rollout/reward_mean", binned="mean")
-        ax.set_ylabel("mean reward of a batch")
-    return finish(figure)
-
-
-@styled
-def staleness(frame: pd.DataFrame) -> Figure:
-    """Held-out exact match of training on tokens of different age; columns as of `tables.tidy`."""
-    figure, axes = _panels(frame)
-    for task, ax in axes.items():
-        measured_curves(ax, frame[frame["setup"] == task], "step", "eval/reward")
-        ax.set_ylabel("held-out exact match")
+        measured_curves(ax, frame[frame["setup"] == task], x, column, binned)
+        ax.set_ylabel(label)
     return finish(figure)
 
 
@@ -154,7 +145,7 @@ def deferrals(frame: pd.DataFrame) -> Figure:
     width = 0.8 / len(methods)
     for i, method in enumerate(methods):
         part = frame[(frame["method"] == method) & (frame["share"] >= 5e-4)]
-        bars = ax.bar(part["deferrals"] + (i - (len(methods) - 1) / 2) * width, 100 * part["share"], width, label=method)
+        bars = ax.bar(part["deferrals"] + (i - (len(methods) - 1) / 2) * width, 100 * part["share"], width)
         bars.set_label(f"{method}, mean Δ/B = {part['delta_over_b'].iloc[0]:.2f}")
         ax.bar_label(bars, [f"{100 * share:.3g}" for share in part["share"]], fontsize=8)
     ax.set(
@@ -253,7 +244,7 @@ def quality_markdown(frame: pd.DataFrame) -> str:
 PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "oppo_timeline": timeline,
     "oppo_lengths": length_shares,
-    "oppo_staleness": staleness,
+    "oppo_staleness": functools.partial(reward, held_out=True),
     "oppo_time_to_reward": functools.partial(reward, x="seconds"),
     "oppo_reward_steps": reward,
     "oppo_utilisation": utilisation,

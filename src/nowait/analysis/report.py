@@ -15,7 +15,7 @@ import pandas as pd
 from nowait import published
 from nowait.analysis import report_oppo
 from nowait.analysis.statistics import standard_error
-from nowait.analysis.tables import REFERENCE, markdown
+from nowait.analysis.tables import REFERENCE, markdown, rows_of
 from nowait.published import Entry
 
 METHODS = ("sync", "recompute", "loglinear")
@@ -159,7 +159,7 @@ LIMITED = {"range": " (range only)", "side": " (sign only)"}
 
 
 def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    rows = _rows(frames, "a3po_training_time", setup).set_index("method")
+    rows = rows_of(frames, "a3po_training_time", setup).set_index("method")
     sync, recompute, loglinear = (_at(rows["seconds_per_step"], method) for method in METHODS)
     forward, (low, high) = rows["forward_s"].iloc[0], rule["share_of_forward"]
     share = (recompute - loglinear) / forward
@@ -170,7 +170,7 @@ def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
 
 
 def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    frame = _rows(frames, "a3po_clipped_tokens", setup)
+    frame = rows_of(frames, "a3po_clipped_tokens", setup)
     settled, settling = (_windows(frame, "train/clip_frac", rule[name]) for name in ("settled", "settling"))
     conditions = [_over_seeds(rule["under"] * settled[OTHERS].min(axis=1) - settled["loglinear"])]
     if setup in rule["settling_setups"]:
@@ -179,7 +179,7 @@ def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
 
 
 def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    largest, low = _rows(frames, "a3po_importance_weight_max", setup), _rows(frames, "a3po_importance_weight_min", setup)
+    largest, low = rows_of(frames, "a3po_importance_weight_max", setup), rows_of(frames, "a3po_importance_weight_min", setup)
     peak, median = (_windows(largest, "train/ratio_max", rule["settled"], how) for how in ("max", "median"))
     late = _windows(low, "train/ratio_min", rule["late"])
     spiky, flat = peak["recompute"] / peak["loglinear"], peak["loglinear"] / median["loglinear"]
@@ -190,12 +190,12 @@ def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
 
 
 def _shape_entropy(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    late = _windows(_rows(frames, "a3po_entropy", setup), "train/entropy", rule["late"])
+    late = _windows(rows_of(frames, "a3po_entropy", setup), "train/entropy", rule["late"])
     return [_above_others(late)], f"nats late: {_listed(late)}"
 
 
 def _shape_final(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    rows = _rows(frames, "a3po_final_eval_reward", setup).set_index("method")
+    rows = rows_of(frames, "a3po_final_eval_reward", setup).set_index("method")
     difference, se = _at(rows["difference"], "loglinear"), _at(rows["difference_se"], "loglinear")
     return [(rule["margin"] - abs(difference), se)], f"loglinear minus recompute {difference:+.4f} ± {se:.4f} (asked: {rule['margin']} at most)"
 
@@ -212,13 +212,6 @@ SHAPES = {
 
 def _scales(frames: dict[str, pd.DataFrame]) -> list[str]:
     return sorted({scale for frame in frames.values() if "scale" in frame for scale in frame["scale"].unique()})
-
-
-def _rows(frames: dict[str, pd.DataFrame], name: str, setup: str) -> pd.DataFrame:
-    rows = frames[name][lambda frame: frame["setup"] == setup] if name in frames else pd.DataFrame()
-    if rows.empty:
-        raise LookupError(f"no rows of {setup} in {name}.csv")
-    return rows
 
 
 def _at(column: pd.Series, method: str) -> float:

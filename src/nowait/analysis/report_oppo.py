@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from nowait.analysis.statistics import standard_error
+from nowait.analysis.tables import rows_of
 
 SPED_UP = ("intra", "inter", "both")
 
@@ -22,15 +23,8 @@ def values(frames: dict[str, pd.DataFrame]) -> dict[str, tuple[float, int, float
     return {key: value for key, value in found.items() if np.isfinite(value[0])}
 
 
-def _row(frames: dict, name: str, setup: str) -> pd.DataFrame:
-    rows = frames[name][lambda frame: frame["setup"] == setup] if name in frames else pd.DataFrame()
-    if rows.empty:
-        raise LookupError(f"no rows of {setup} in {name}.csv")
-    return rows
-
-
 def _shape_time_to_target(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    rows = _row(frames, "oppo_speedups", setup).set_index("method")
+    rows = rows_of(frames, "oppo_speedups", setup).set_index("method")
     gains, errors = rows["target_speedup"], rows["target_speedup_se"]
     if missing := [method for method in SPED_UP if method not in gains]:
         raise LookupError(f"no runs of {', '.join(missing)} in {setup}")
@@ -42,7 +36,7 @@ def _shape_time_to_target(frames: dict, setup: str, rule: dict) -> tuple[list, s
 
 
 def _shape_reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    rows = _row(frames, "oppo_reward_steps", setup)
+    rows = rows_of(frames, "oppo_reward_steps", setup)
     tables = {m: rows[rows["method"] == m].pivot(index="step", columns="seed", values="rollout/reward_mean") for m in ("sequential", "both")}
     if any(table.empty for table in tables.values()):
         raise LookupError(f"no curves of sequential and both of {setup}")
@@ -57,14 +51,14 @@ def _shape_reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, 
 
 
 def _shape_utilisation(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    row, (low, high) = _row(frames, "oppo_speedups", setup).set_index("method").loc["both"], rule["range"]
+    row, (low, high) = rows_of(frames, "oppo_speedups", setup).set_index("method").loc["both"], rule["range"]
     gain, se = row["utilisation_gain"], row["utilisation_gain_se"]
     return [(min(gain - low, high - gain), se)], f"devices {gain:.2f} times as busy (asked: {low} to {high}), slots {row['occupancy_gain']:.2f} times"
 
 
 def _shape_chunk_size(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     """The middle one of the sizes against both ends: the best one of the data at hand would win by luck alone."""
-    table = _row(frames, "oppo_chunk_size", setup).pivot(index="chunk", columns="seed", values="seconds_per_step").sort_index()
+    table = rows_of(frames, "oppo_chunk_size", setup).pivot(index="chunk", columns="seed", values="seconds_per_step").sort_index()
     if len(table) < 3:
         raise LookupError(f"fewer than three chunk sizes of {setup}")
     first, middle, last = table.iloc[0], table.iloc[len(table) // 2], table.iloc[-1]
@@ -74,7 +68,7 @@ def _shape_chunk_size(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
 
 
 def _shape_deferrals(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
-    rows = _row(frames, "oppo_deferrals", setup)
+    rows = rows_of(frames, "oppo_deferrals", setup)
     rows = rows[rows["method"] == rows["method"].iloc[0]].set_index("deferrals")
     share, n = rows["share"], rows["requests"].iloc[0]
     none, once = share.get(0, 0.0), share.get(1, 0.0)

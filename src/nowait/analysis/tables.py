@@ -43,6 +43,20 @@ def setup(name: str) -> str:
     return PurePosixPath(name).name
 
 
+def head_of(method: str, run) -> dict:
+    """What the rows of a run begin with."""
+    config, seed = run.manifest["config"], run.manifest["seed"]
+    return {"setup": setup(config["name"]), "method": method, "seed": seed, "scale": config["scale"], "clock": config["runtime"]["clock"]}
+
+
+def rows_of(frames: dict[str, pd.DataFrame], name: str, place: str) -> pd.DataFrame:
+    """The rows of a setup or task in a saved frame. Raises LookupError where there are none."""
+    rows = frames[name][lambda frame: frame["setup"] == place] if name in frames else pd.DataFrame()
+    if rows.empty:
+        raise LookupError(f"no rows of {place} in {name}.csv")
+    return rows
+
+
 def training_time(bench: dict) -> pd.DataFrame:
     """Seconds per training step and speed-ups, one row per method, from the JSON of the asynchronous bench.
 
@@ -200,8 +214,7 @@ def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
         raise ValueError(f"{config['name']} {method} seed {run.manifest['seed']} has no metric {', '.join(missing)}")
     rows = metrics.dropna(subset=columns, how="all")
     seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
-    head = {"setup": setup(config["name"]), "method": method, "seed": run.manifest["seed"]}
-    head |= {"scale": config["scale"], "clock": config["runtime"]["clock"]}
+    head = head_of(method, run)
     return rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
 
 
