@@ -39,8 +39,10 @@ class SlotCache:
 
     def at(self, rows: torch.Tensor | slice, positions: torch.Tensor, span: int) -> SlotCache:
         """rows [B] or a slice of slots, positions [B, T] of the tokens fed in (self.spare for padding)."""
-        self._rows, self._positions, self._span = rows, positions, span
-        self._index = (torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[:, None]
+        self._rows, self._span = rows, span
+        heads, places = self.keys.shape[2:4]
+        slot = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        self._targets = ((slot[:, None] * heads + torch.arange(heads))[..., None] * places + positions[:, None]).flatten()
         return self
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +50,7 @@ class SlotCache:
         return self._store(self.keys[layer], keys), self._store(self.values[layer], values)
 
     def _store(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        held[self._index, :, self._positions] = new.transpose(1, 2)
+        held.view(-1, held.shape[-1]).index_copy_(0, self._targets, new.reshape(-1, held.shape[-1]))
         return held[self._rows, :, : self._span]
 
     def get_seq_length(self, *_) -> int:
@@ -86,7 +88,8 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, **kwar
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise ValueError(f"the built-in sampler does not know attention with {', '.join(odd)}")
-    scores = torch.matmul(query.view(batch, key.shape[1], -1, width), key.transpose(-1, -2)).float() * scaling + attention_mask
+    query = query.view(batch, key.shape[1], -1, width) * scaling
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() + attention_mask
     out = torch.matmul(scores.softmax(-1).to(value.dtype), value)  # [B, kv_heads, heads / kv_heads, head_dim]
     return out.reshape(batch, 1, heads, width), None
 
