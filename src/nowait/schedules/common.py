@@ -88,7 +88,7 @@ async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, ancho
     """Score complete requests that the scorer has read, and train on them."""
     batch = rollouts.take(ids, step)
     grade(batch, await crew.scorer("finish", ids))
-    return batch, await fit(crew, batch, anchor)
+    return batch, await fit(crew, batch, await proximal(crew, batch, anchor))
 
 
 def grade(batch: Batch, values: list[list[float | None]]) -> None:
@@ -100,9 +100,13 @@ def grade(batch: Batch, values: list[list[float | None]]) -> None:
         batch.keep[batch.group == group] = False
 
 
-async def fit(crew: Crew, batch: Batch, anchor: str) -> dict[str, float]:
-    """Proximal forward where the anchor needs one, update, publish; returns the update's statistics."""
-    logp_prox = await crew.learners[0]("logp", batch) if anchor in PROXIMAL_FORWARD else None
+async def proximal(crew: Crew, batch: Batch, anchor: str) -> np.ndarray | None:
+    """Log-probs [S, T] before the update, where the anchor needs this forward pass."""
+    return await crew.learners[0]("logp", batch) if anchor in PROXIMAL_FORWARD else None
+
+
+async def fit(crew: Crew, batch: Batch, logp_prox: np.ndarray | None) -> dict[str, float]:
+    """Update and publish; returns the update's statistics."""
     stats = await _update(crew.learners, batch, logp_prox)
     crew.weights = await crew.learners[0]("publish")
     return stats

@@ -16,7 +16,7 @@ import numpy as np
 from nowait.batch import Batch, Request, Rollouts, Segments, join, pad
 from nowait.config import Experiment
 from nowait.schedules.chunking import ChunkTuner
-from nowait.schedules.common import Call, Crew, StepRecord, Stopwatch, describe, due, evaluate, fit, grade, together
+from nowait.schedules.common import Call, Crew, StepRecord, Stopwatch, describe, due, evaluate, fit, grade, proximal, together
 from nowait.schedules.overcommit import OvercommitController
 
 
@@ -127,14 +127,10 @@ class _Run:
         start = clock()
         rounds = await self.generate(chunk)
         ids, self.complete = sorted(self.complete[:size]), self.complete[size:]
-        values = dict(zip(self.readers, await together(reader.finish(ids) for reader in self.readers.values()), strict=True))
+        batch, logp_prox = await self.score(ids, step)
         if self.tuner:
             self.tuner.record(chunk, clock() - start, sum(tokens for _, _, tokens in rounds))
-        batch = self.rollouts.take(ids, step)
-        grade(batch, values["scorer"])
-        if self.crew.reference:
-            batch.logp_ref = _reference_logp(batch, values["reference"])
-        stats = await fit(self.crew, batch, self.experiment.algorithm.anchor)
+        stats = await fit(self.crew, batch, logp_prox)
         tail = _tail_fraction(rounds, (size + delta) * self.plan.group_size)
         if batch.keep.any():  # else there is no reward to go by
             self.controller.update(float(batch.reward[batch.keep].mean()), tail)
@@ -174,6 +170,24 @@ class _Run:
             for reader in self.readers.values():
                 reader.add(segments)
         return rounds
+
+    async def score(self, ids: list[int], step: int) -> tuple[Batch, np.ndarray | None]:
+        """The batch of complete requests with rewards and reference, and the log-probs before the update where the anchor needs them.
+
+        That forward pass waits for no score: with intra-step overlap it runs while the frozen models read the end.
+        """
+        anchor, answers = self.experiment.algorithm.anchor, [reader.finish(ids) for reader in self.readers.values()]
+        if self.experiment.overlap.intra:
+            batch = self.rollouts.take(ids, step)
+            logp_prox, *values = await together([proximal(self.crew, batch, anchor), *answers])
+        else:
+            values = await together(answers)
+            batch = self.rollouts.take(ids, step)
+            logp_prox = await proximal(self.crew, batch, anchor)
+        grade(batch, values[0])
+        if self.crew.reference:
+            batch.logp_ref = _reference_logp(batch, values[1])
+        return batch, logp_prox
 
     async def barrier(self) -> None:
         """Load the newest weights, which voids the sampler's cache, and let the frozen models read all that there is."""
