@@ -325,7 +325,7 @@ def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     assert found.loc[("setup1", "sync")].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
-COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}}
+COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}, "parameters": {}}
 
 
 @pytest.mark.parametrize(("change", "kept", "where"), [
@@ -334,6 +334,8 @@ COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}}
     ({}, COMMITTED | {"seeds": [0, 1, 2]}, "runs/figures-own"),
     ({}, COMMITTED | {"config": {"bench/setup1/loglinear": "abd"}}, "runs/figures-own"),
     ({"knobs": {"eta": 4}}, None, "runs/figures-own"),
+    ({"others": {"shown": [0, 3]}}, COMMITTED | {"parameters": {"shown": [0, 3]}}, "figures"),
+    ({"others": {"shown": [0, 3]}}, COMMITTED | {"parameters": {"shown": [40, 43]}}, "runs/figures-own"),
     ({"overrides": ["learner.lr=0.1"]}, None, "runs/figures-own"),
     ({"configs": ["mine.yaml"]}, None, "runs/figures-own"),
     ({"scale": "smoke"}, None, "runs/figures-own"),

@@ -22,7 +22,7 @@ STAGES = {"generate": "generate", "reward": "reward", "reference": "ref", "forwa
 
 
 def overlap(
-    config: str = "oppo/stackexchange_7b",
+    config: str = "oppo/stackexchange_3b",
     scale: str = "cpu",
     clock: str = "measured",
     blocks: int = 3,

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from multiprocessing import get_context
 from pathlib import Path
@@ -73,6 +73,7 @@ class Plan:
     overrides: list[str]
     interactive: bool  # progress bars
     knobs: dict[str, Any]
+    others: dict[str, Any] = field(default_factory=dict)  # what else the notebook's figure depends on, such as which steps it shows
 
     def experiment(self, config: str, method: str, knobs: Iterable[str] = tuple(KNOBS), more: Iterable[str] = ()) -> Experiment:
         """A config with those of `knobs` that are set and do not touch what defines the method, then `more` and the overrides."""
@@ -97,7 +98,8 @@ def read(namespace: dict[str, Any]) -> Plan:
     if problems:
         raise ConfigError(problems, "parameters")
     shared = ("configs", "scale", "seeds", "overrides", "interactive")
-    return Plan(**{name: namespace[name] for name in shared}, knobs={name: namespace[name] for name in KNOBS if name in defaults})
+    knobs, others = ({n: namespace[n] for n in defaults if n not in shared and (n in KNOBS) == is_knob} for is_knob in (True, False))
+    return Plan(**{name: namespace[name] for name in shared}, knobs=knobs, others=others)
 
 
 def _unusable(configs: list, seeds: list) -> list[Problem]:
@@ -196,6 +198,7 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         "seeds": next(origin["seeds"] for origin in origins if origin["seeds"]),  # of the runs, where there are any
         "code": sorted({code for origin in origins for code in origin["code"]}),
         "config": {name: value for origin in origins for name, value in origin["config"].items()},
+        "parameters": plan.others,
     }
     own = "NOWAIT_FIGURES" not in os.environ and _own(plan, figures.records(figures_dir()).get(name, {}), record)
     content = {**figures.PLOTS, **figures.TABLES}[name](frame)
@@ -207,10 +210,11 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
 
 
 def _own(plan: Plan, kept: dict, record: dict) -> bool:
-    """Whether a figure must not replace the one in figures/: made with other settings than those by default, or with fewer seeds."""
+    """Whether a figure must not replace the one in figures/: made with other parameters than those by default, or with fewer seeds."""
     changed = plan.scale != "cpu" or plan.overrides or any(value is not None for value in plan.knobs.values())
     other = not set(plan.configs) <= set().union(*EXPERIMENTS.values())
-    return bool(changed or other or (kept and (len(record["seeds"]) < len(kept["seeds"]) or record["config"] != kept["config"])))
+    differs = any(name in kept and kept[name] != record[name] for name in ("config", "parameters"))
+    return bool(changed or other or differs or len(record["seeds"]) < len(kept.get("seeds", [])))
 
 
 def _mirror(plan: Plan, name: str, frame: pd.DataFrame, path: Path) -> None:

@@ -92,6 +92,7 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
         ratios = {"speedup": base["seconds_per_step"] / own["seconds_per_step"], "target_speedup": base["target_seconds"] / own["target_seconds"]}
         ratios |= {f"{name}_gain": own[name] / base[name] for name in ("utilisation", "occupancy")}
         row |= {name: own[name].mean() for name in ("seconds_per_step", "utilisation", "occupancy", "target_seconds", "delta_over_b")}
+        row |= {f"{name}_se": standard_error(own[name]) for name in ("utilisation", "occupancy")}
         for name, ratio in ratios.items():  # none where a seed has none: the mean of those that reached the target would flatter
             row |= {name: ratio.mean(skipna=False), f"{name}_se": standard_error(ratio) if ratio.notna().all() else np.nan}
         rows.append(row)

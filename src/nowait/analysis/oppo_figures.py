@@ -77,8 +77,8 @@ def utilisation(frame: pd.DataFrame) -> Figure:
     left, middle, right = figure.subplots(1, 3, sharey=True)
     chosen = frame[frame["method"].isin(["sequential", "both"])]
     _bars(left, chosen.assign(percent=chosen["published_utilisation"]), "percent")
-    _bars(middle, chosen.assign(percent=100 * chosen["utilisation"]), "percent")
-    _bars(right, chosen.assign(percent=100 * chosen["occupancy"]), "percent")
+    for ax, name in ((middle, "utilisation"), (right, "occupancy")):
+        _bars(ax, chosen.assign(percent=100 * chosen[name]), "percent", errors=100 * chosen[f"{name}_se"])
     left.set(title="published: GPU utilisation", ylabel="%", ylim=(0, 115))
     middle.set_title(f"measured: devices busy, mean of both\n{_note(frame)}")
     right.set_title(f"measured: slots of the sampler in use\n{_note(frame)}")
@@ -128,8 +128,9 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
         left.annotate("slower,\nby how much is\nnot known", (size, facts["best_seconds_per_step"]), ha="center", va="bottom", fontsize=9)
     left.set(xlim=(50, 6000), ylim=(0, 260), title="published")
     for method, own in frame.groupby("method"):
-        means = own.groupby("chunk")["seconds_per_step"].mean()
-        curve(right, means.index, means, method)
+        seconds = own.groupby("chunk")["seconds_per_step"]
+        line = curve(right, seconds.mean().index, seconds.mean(), method)
+        right.errorbar(seconds.mean().index, seconds.mean(), seconds.sem().fillna(0), fmt="none", color=line.get_color())
     right.set(title=f"measured, {_note(frame)}")
     right.set_ylim(bottom=0)
     for ax in (left, right):

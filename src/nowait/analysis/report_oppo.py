@@ -42,12 +42,14 @@ def _shape_reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, 
         raise LookupError(f"no curves of sequential and both of {setup}")
     tail = len(tables["sequential"]) // 4
     rise = (tables["sequential"].tail(tail).mean() - tables["sequential"].head(tail).mean()).mean()
-    gap = (tables["both"] - tables["sequential"]).mean().dropna()  # of the seeds that both have
+    gap = (tables["both"] - tables["sequential"]).dropna(axis=1, how="all")  # of the seeds that both have
     if gap.empty:
         raise LookupError(f"no seed has both curves of {setup}")
+    quarters = gap.groupby(np.arange(len(gap)) * 4 // len(gap)).mean()  # [4, seeds]
     asked = rule["share_of_rise"] * abs(rise)
-    text = f"both minus sequential {gap.mean():+.3g}, mean over the steps; the sequential reward rises by {rise:.3g}"
-    return [(asked - abs(gap.mean()), standard_error(gap))], f"{text} (asked: within {rule['share_of_rise']:.0%} of it)"
+    text = f"both minus sequential {', '.join(f'{x:+.3g}' for x in quarters.mean(axis=1))}, means of a quarter of the steps each"
+    conditions = [(asked - abs(row.mean()), standard_error(row)) for _, row in quarters.iterrows()]
+    return conditions, f"{text}; the sequential reward rises by {rise:.3g} (asked: within {rule['share_of_rise']:.0%} of it)"
 
 
 def _shape_utilisation(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
