@@ -160,17 +160,20 @@ class Rollouts:
 
     def add(self, segments: Segments) -> list[int]:
         """Append a round; returns the ids of the requests that it completed, in submission order."""
-        for i, sid in enumerate(segments.sequence.tolist()):
-            sequence, span = self._sequences[sid], slice(segments.offset[i], segments.offset[i + 1])
+        offset, version = segments.offset.tolist(), np.full(len(segments.token), segments.version, np.int32)
+        ended = set()
+        for i, (sid, finish) in enumerate(zip(segments.sequence.tolist(), segments.finish.tolist(), strict=True)):
+            sequence, span, request = self._sequences[sid], slice(offset[i], offset[i + 1]), sid // self.n
             if sequence.finish != RUNNING:
                 raise ValueError(f"sequence {sid} had finished and got more tokens")
             sequence.token.append(segments.token[span])
             sequence.logp.append(segments.logp_behav[span])
-            sequence.version.append(np.full(span.stop - span.start, segments.version, np.int32))
-            sequence.finish = int(segments.finish[i])
-            self.oldest.setdefault(sid // self.n, segments.version)  # versions only grow
-        touched = {sid // self.n for sid in segments.sequence.tolist()}
-        return sorted(r for r in touched if self.complete(r))
+            sequence.version.append(version[span])
+            sequence.finish = finish
+            self.oldest.setdefault(request, segments.version)  # versions only grow
+            if finish != RUNNING:
+                ended.add(request)
+        return sorted(r for r in ended if self.complete(r))
 
     def complete(self, request: int) -> bool:
         return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)

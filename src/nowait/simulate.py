@@ -1,0 +1,260 @@
+"""The papers' hardware in simulated time: the real schedules over workers that cost what the devices' data sheets say.
+
+`assumptions` reads what is assumed about a setup (paper_configs/simulation), `simulate` runs one method, `fit` calibrates on the published baselines.
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import ValidationError
+
+from nowait import config as configs
+from nowait import published
+from nowait.batch import Segments, Weights
+from nowait.config import Experiment, Model, NonNegative, Positive
+from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
+from nowait.runtime.device import Device, InlineExecutor, ModelClock, event_loop
+from nowait.runtime.hardware import Group, Hardware, Shape
+from nowait.runtime.timeline import Timeline
+from nowait.schedules.asynchronous import asynchronous
+from nowait.schedules.common import Call, Crew, max_in_flight
+from nowait.schedules.overlapped import overlapped
+from nowait.schedules.synchronous import synchronous
+from nowait.workers.simulated import Lengths, RewardCurve, SimulatedLearner, SimulatedPrompts, SimulatedReader, SimulatedSampler, World
+
+SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
+METHODS = {"a3po": ("sync", "sync_colocated", "recompute", "loglinear"), "oppo": ("sequential", "intra", "inter", "both")}
+
+
+class Calibration(Model):
+    """Factors on the seconds of each stage; 1 is the data sheet with the assumed efficiencies."""
+
+    generate: NonNegative = 1.0
+    forward: NonNegative = 1.0
+    update: NonNegative = 1.0
+    score: NonNegative = 1.0
+
+
+class Assumptions(Model):
+    """What a simulation assumes beyond the experiment."""
+
+    hardware: str  # a file of paper_configs/hardware
+    actor: str  # a key of paper_configs/simulation/models.yaml, as is the next
+    reward: str | None = None  # None: a rule, which costs nothing
+    devices: dict[str, Positive]  # of each device of the placement: how many of the hardware work as one
+    chunk: Positive | None = None  # tokens per simulated decode round, if not the experiment's: fewer rounds, the same work
+    tensor_parallel: dict[str, Positive] = {}  # of a device while it samples or scores; 1 where not given
+    lengths: Lengths
+    rewards: RewardCurve = RewardCurve()
+    calibration: Calibration = Calibration()
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Metrics of every training step, and all calls."""
+
+    rows: list[dict[str, Any]]
+    timeline: Timeline
+    devices: dict[str, int]
+
+    def summary(self, skipped: int = 0) -> dict[str, float]:
+        """Means per step after the first `skipped` ones; busy_frac weighs every device by how many it stands for."""
+        rows, mean = self.rows[skipped:], lambda key: float(np.mean([row.get(key, 0.0) for row in self.rows[skipped:]]))
+        start, end = rows[0]["time/elapsed"] - rows[0]["time/step"], rows[-1]["time/elapsed"]
+        busy = self.timeline.busy(start, end)
+        names = {"seconds_per_step": "time/step", "generate": "time/generate", "reward": "time/reward", "reference": "time/ref",
+                 "forward": "time/prox_forward", "update": "time/train", "transfer": "time/sync", "occupancy": "perf/occupancy",
+                 "mean_staleness": "stale/d_mean", "delta": "overlap/delta"}  # fmt: skip
+        shares = {f"busy_{name}": busy.get(name, 0.0) / (end - start) for name in self.devices}
+        total = sum(self.devices.values())
+        return {name: mean(key) for name, key in names.items()} | shares | {
+            "busy_frac": sum(count * shares[f"busy_{name}"] for name, count in self.devices.items()) / total,
+            "device_seconds": total * mean("time/step"),
+            "tokens_per_s": mean("train/response_tokens") / mean("time/step"),
+        }  # fmt: skip
+
+
+class _Crew(Crew):
+    """Slots are counted by the simulated samplers: a segment holds one token whatever was decoded."""
+
+    simulated: list[SimulatedSampler]
+
+    async def decode(self, sampler: Call, chunk: int) -> Segments:
+        segments = await sampler("decode", chunk)
+        for worker in self.simulated:
+            self.usage.tokens, self.usage.steps = self.usage.tokens + worker.tokens, self.usage.steps + worker.steps
+            worker.tokens = worker.steps = 0
+        return segments
+
+
+def load(config: str, method: str, overrides: Iterable[str] = ()) -> tuple[Experiment, Assumptions]:
+    """A shipped setup at the paper's scale and what is assumed about it; an override's first word says to which of the two it belongs."""
+    own = [o for o in overrides if o.split("=")[0].split(".")[0] in Assumptions.model_fields]
+    experiment = configs.load(config, "paper", [o for o in overrides if o not in own], method)
+    return experiment, assumptions(config, own)
+
+
+def assumptions(config: str, overrides: Iterable[str] = ()) -> Assumptions:
+    """Those of a shipped setup, such as oppo/stackexchange_7b, with `key=value` overrides applied. Raises ConfigError."""
+    paper, _, setup = config.partition("/")
+    file = find(f"simulation/{paper}")
+    every = yaml.safe_load(file.read_text())
+    if setup not in every:
+        raise ConfigError([Problem(setup, "nothing is assumed about this setup", f"it has {', '.join(every)}")], file)
+    layers = Layers(())
+    layers.merge(every[setup], "file")
+    for key, value in parse_overrides(overrides, file):
+        layers.set(key, value, "override")
+    try:
+        return Assumptions.model_validate(layers.data)
+    except ValidationError as error:
+        problems = [Problem(".".join(map(str, e["loc"])), e["msg"].lower(), f"see {file.name}") for e in error.errors()]
+        raise ConfigError(problems, file) from None
+
+
+def hardware(name: str) -> Hardware:
+    """A preset of paper_configs/hardware. Raises ConfigError that names what there is."""
+    return Hardware(**read(find(f"hardware/{name}")))
+
+
+def shape(name: str) -> Shape:
+    """A model of paper_configs/simulation/models.yaml. Raises ConfigError that names what there is."""
+    every = read(file := find("simulation/models"))
+    if name not in every:
+        raise ConfigError([Problem(name, "no such model", f"there are {', '.join(every)}")], file)
+    return Shape(**every[name])
+
+
+def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = None, seed: int = 0) -> Simulation:
+    """Run the experiment's schedule for `steps` training steps (default: all). The same arguments give the same numbers in every process.
+
+    Evaluations and checkpoints are left out. Raises DoesNotFit where a model does not fit its devices.
+    """
+    plan = experiment.schedule
+    changed = {"steps": steps or plan.steps, "group_size": 1, "eval_every": 0, "checkpoint_every": 0, "max_concurrent": max_in_flight(experiment)}
+    sampler = experiment.sampler.model_copy(update={"chunk": assumed.chunk or experiment.sampler.chunk})
+    placed = experiment.model_copy(update={"schedule": plan.model_copy(update=changed), "sampler": sampler})
+    world, timeline, rows = _world(experiment, assumed, changed["steps"], seed), Timeline(), []
+    clock = ModelClock(lambda *_: world.take_seconds())
+
+    async def drive() -> None:
+        crew = await _crew(experiment, assumed, world, clock, timeline)
+        async with aclosing(SCHEDULES[plan.kind](crew, placed, None)) as records:
+            async for record in records:
+                rows.append(record.metrics)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
+            runner.run(drive())
+
+    with ThreadPoolExecutor(1) as pool:  # a notebook's own thread has a loop already
+        pool.submit(run).result()
+    return Simulation(rows, timeline, {name: assumed.devices[name] for name in experiment.runtime.placement})
+
+
+def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 40, seed: int = 0) -> tuple[float, dict[str, float]]:
+    """Seconds of a training step with its share of the evaluations, and the summary of the simulated steps; the first eta + 2 do not count."""
+    found = simulate(experiment, assumed, steps, seed).summary(min(steps // 2, experiment.schedule.max_staleness + 2))
+    every = experiment.schedule.eval_every
+    return found["seconds_per_step"] + (evaluation_seconds(experiment, assumed) / every if every else 0.0), found
+
+
+def evaluation_seconds(experiment: Experiment, assumed: Assumptions) -> float:
+    """Seconds to sample the regular evaluation set on the sampler's devices."""
+    plan = experiment.evaluation
+    world = World(assumed.lengths, plan.prompts, plan.samples, plan.prompts, 0, assumed.rewards)
+    name = next(name for name, hosted in experiment.runtime.placement.items() if "sampler" in hosted)
+    worker = SimulatedSampler(world, _group(assumed, name, assumed.actor), experiment.sampler.slots, assumed.calibration.generate)
+    worker.admit(SimulatedPrompts().next(plan.prompts))
+    while world.open.any():
+        worker.decode(256)
+    return world.take_seconds()
+
+
+def fit(config: str, overrides: Iterable[str] = (), rounds: int = 8) -> Calibration:
+    """Factors with which the simulation meets the published baselines: seconds per step of sync and recompute and the proximal forward for A-3PO;
+    for OPPO one common factor, from the sequential baseline of a task whose steps to the target are known."""
+    paper, _, setup = config.partition("/")
+    facts, overrides = published.load(paper), list(overrides)
+    if paper == "oppo":
+        minutes, steps = facts["tables"]["minutes_to_target"][setup]["trl"], max(facts["figures"]["reward_vs_step"][setup])
+        experiment, assumed = load(config, "sequential", overrides)
+        factor = 1.0
+        for _ in range(rounds):
+            factor *= 60 * minutes / steps / seconds_per_step(experiment, assumed.model_copy(update={"calibration": _common(factor)}))[0]
+        return _common(factor)
+    target, proximal = facts["tables"]["seconds_per_step"][setup], facts["figures"]["proximal_seconds"][setup]["recompute"]
+    (sync, assumed), (recompute, _) = (load(config, method, overrides) for method in ("sync", "recompute"))
+    unit = Calibration()
+    _, alone = seconds_per_step(recompute, assumed.model_copy(update={"calibration": unit}))
+    generate, update, forward = 1.0, 1.0, proximal.get("mean", proximal.get("typical")) / alone["forward"]
+    for _ in range(rounds):
+        tried = assumed.model_copy(update={"calibration": Calibration(generate=generate, update=update, forward=forward)})
+        (whole, stages), (other, _) = seconds_per_step(sync, tried), seconds_per_step(recompute, tried)
+        more = target["recompute"] - other  # what the update has to take longer
+        generate *= 1 + (target["sync"] - whole - more) / stages["generate"]
+        update *= 1 + more / stages["update"]
+    return Calibration(generate=generate, update=update, forward=forward)
+
+
+def _common(factor: float) -> Calibration:
+    return Calibration(generate=factor, forward=factor, update=factor, score=factor)
+
+
+def _group(assumed: Assumptions, device: str, model: str, training: bool = False) -> Group:
+    tensor_parallel = 1 if training else assumed.tensor_parallel.get(device, 1)
+    return Group(hardware(assumed.hardware), shape(model), assumed.devices[device], tensor_parallel, training)
+
+
+def _world(experiment: Experiment, assumed: Assumptions, steps: int, seed: int) -> World:
+    plan = experiment.schedule
+    in_flight = max(max_in_flight(experiment), experiment.overlap.delta_max + experiment.overlap.delta)
+    requests = plan.batch_size * (steps + plan.max_staleness + 1) + in_flight
+    return World(assumed.lengths, requests, plan.group_size, plan.batch_size, seed, assumed.rewards)
+
+
+async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline) -> _Crew:
+    placement, c, factor = experiment.runtime.placement, experiment.learner, assumed.calibration
+    devices = {name: Device(name, InlineExecutor(), clock, timeline) for name in [*placement, "driver"]}
+    roles = {role: [name for name, hosted in placement.items() if role in hosted] for role in ("sampler", "learner", "reward", "reference")}
+
+    group = partial(_group, assumed)
+
+    async def place(role: str, device: str, worker: Any) -> Call:
+        await devices[device].place(role, lambda: worker)
+        return partial(devices[device].run, role)
+
+    samplers = [
+        SimulatedSampler(world, g := group(name, assumed.actor), experiment.sampler.slots, factor.generate, g.transfer()) for name in roles["sampler"]
+    ]
+    training = {"minibatches": c.minibatches, "epochs": c.epochs, "micro_batch_tokens": c.micro_batch_tokens,
+                "recompute": experiment.model.gradient_checkpointing, "forward": factor.forward, "update": factor.update}  # fmt: skip
+    learners = [SimulatedLearner(world, group(name, assumed.actor, training=True), **training) for name in roles["learner"]]
+    where = roles["reward"][0] if assumed.reward else "driver"
+    reader = SimulatedReader(world, group(where, assumed.reward) if assumed.reward else None, factor.score)
+    crew = _Crew(
+        samplers=[await place("sampler", name, worker) for name, worker in zip(roles["sampler"], samplers, strict=True)],
+        learners=[await place("learner", name, worker) for name, worker in zip(roles["learner"], learners, strict=True)],
+        scorer=await place("reward" if assumed.reward else "scorer", where, reader),
+        prompts=SimulatedPrompts(),
+        timeline=timeline,
+        devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": [where]},
+        weights=Weights(0, None),
+        slots=experiment.sampler.slots,
+    )
+    if experiment.algorithm.kl_coef:
+        (name,) = roles["reference"]
+        crew.reference = await place("reference", name, SimulatedReader(world, group(name, assumed.actor), factor.score, log_probs=True))
+        crew.devices["reference"] = [name]
+    crew.simulated = samplers
+    return crew
