@@ -32,6 +32,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or a s
 Scale = Annotated[str, typer.Option(help="a scale of the config, or paper")]
 NoWandb = Annotated[bool, typer.Option("--no-wandb", help="do not mirror metrics to Weights & Biases")]
 Run = Annotated[str, typer.Argument(metavar="RUN")]
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; repeatable")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def train(
     scale: Annotated[str | None, typer.Option(help="a scale of the config, or paper; by default cpu")] = None,
     method: Annotated[str | None, typer.Option(help="a key of nowait.config.METHODS, such as recompute")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 1,
-    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; repeatable")] = None,
+    setting: Setting = None,
     no_wandb: NoWandb = False,
     out: Annotated[Path | None, typer.Option(help="folder of the run; by default one under runs/")] = None,
 ) -> None:
@@ -257,6 +258,49 @@ def bench(
     with redirect_stdout(sys.stderr):
         result = benches[name](**options)
     print(json.dumps(result, allow_nan=False))
+
+
+@app.command()
+def simulate(
+    config: Annotated[str, typer.Argument(help="a shipped setup, such as a3po/setup2")],
+    hardware: Annotated[str | None, typer.Option(help="a preset of paper_configs/hardware; by default the assumed one")] = None,
+    setting: Setting = None,
+    steps: Annotated[int, typer.Option(min=12, help="simulated training steps")] = 40,
+    trace: Annotated[Path | None, typer.Option(help="folder for a trace of each method, for Perfetto")] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="print the calibration that meets the published baselines instead")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of a table")] = False,
+) -> None:
+    """A setup's methods on the paper's hardware, in simulated seconds. --set takes keys of the config and of paper_configs/simulation."""
+    from nowait import simulate
+
+    overrides = [*([f"hardware={hardware}"] if hardware else []), *(setting or [])]
+    if fit:
+        return print(simulate.fit(config, overrides).model_dump_json())
+    found = simulate.compare(config, overrides, steps)
+    if trace:
+        trace.mkdir(parents=True, exist_ok=True)
+        for method in found:
+            simulate.simulate(*simulate.load(config, method, overrides), steps).timeline.to_trace(trace / f"{method}.json")
+    if as_json:
+        return print(json.dumps(found, allow_nan=False))
+    names = next(iter(found.values()))
+    _print_aligned([("", *found), *((name, *(f"{row[name]:.3g}" for row in found.values())) for name in names)])
+
+
+@app.command()
+def plan(
+    config: Annotated[str, typer.Argument(help="a shipped setup, such as a3po/setup2")],
+    method: Annotated[str | None, typer.Option(help="by default the paper's own")] = None,
+    hardware: Annotated[str | None, typer.Option(help="a preset of paper_configs/hardware; by default the assumed one")] = None,
+    setting: Setting = None,
+) -> None:
+    """What a run at the paper's scale will take, before anything starts: minutes, device-hours, memory and disk, as simulated."""
+    from nowait import simulate
+
+    paper = config.partition("/")[0]
+    found = simulate.plan(config, method or simulate.METHODS[paper][-1], [*([f"hardware={hardware}"] if hardware else []), *(setting or [])])
+    for name, value in found.items():
+        print(f"{name}: {value / 1e9:.3g} GB" if name.startswith(("memory", "disk")) else f"{name}: {value:.4g}")
 
 
 @app.command()

@@ -24,7 +24,7 @@ from nowait.batch import Segments, Weights
 from nowait.config import Experiment, Model, NonNegative, Positive
 from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
 from nowait.runtime.device import Device, InlineExecutor, ModelClock, event_loop
-from nowait.runtime.hardware import Group, Hardware, Shape
+from nowait.runtime.hardware import OPTIMISER_BYTES, Group, Hardware, Shape
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Call, Crew, max_in_flight
@@ -33,6 +33,7 @@ from nowait.schedules.synchronous import synchronous
 from nowait.workers.simulated import Lengths, RewardCurve, SimulatedLearner, SimulatedPrompts, SimulatedReader, SimulatedSampler, World
 
 SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
+CHECKPOINTS_KEPT = 2
 METHODS = {"a3po": ("sync", "sync_colocated", "recompute", "loglinear"), "oppo": ("sequential", "intra", "inter", "both")}
 
 
@@ -258,3 +259,36 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
         crew.devices["reference"] = [name]
     crew.simulated = samplers
     return crew
+
+
+def compare(config: str, overrides: Iterable[str] = (), steps: int = 40) -> dict[str, dict[str, float]]:
+    """The methods of a setup's paper: seconds per step (with evaluations), speed-up over the first one, and the summary of each."""
+    found: dict[str, dict[str, float]] = {}
+    for method in METHODS[config.partition("/")[0]]:
+        seconds, rest = seconds_per_step(*load(config, method, overrides), steps)
+        base = next(iter(found.values()))["seconds_per_step"] if found else seconds
+        found[method] = rest | {"seconds_per_step": seconds, "speedup": base / seconds}
+    return found
+
+
+def plan(config: str, method: str, overrides: Iterable[str] = ()) -> dict[str, float]:
+    """What a run will take: minutes, device-hours, bytes of memory of each device (weights, gradients and optimiser; keys and values) and of disk.
+
+    Raises DoesNotFit where the memory does not suffice.
+    """
+    experiment, assumed = load(config, method, overrides)
+    seconds, _ = seconds_per_step(experiment, assumed)
+    total, devices = seconds * experiment.schedule.steps, sum(assumed.devices.values())
+    found = {"minutes": total / 60, "device_hours": total * devices / 3600}
+    sampler = experiment.sampler
+    for name, roles in experiment.runtime.placement.items():
+        actor, count = _group(assumed, name, assumed.actor, "learner" in roles), assumed.devices[name]
+        cached = actor.shape.cached * sampler.slots * (sampler.max_prompt_tokens + sampler.max_new_tokens) / count
+        need = {"learner": actor.shape.parameters * OPTIMISER_BYTES / count,
+                "sampler": actor.shape.parameters * actor.shape.bytes / actor.tensor_parallel + cached,
+                "reward": shape(assumed.reward).parameters * 2 if assumed.reward else 0.0,
+                "reference": actor.shape.parameters * actor.shape.bytes if experiment.algorithm.kl_coef else 0.0}  # fmt: skip
+        found[f"memory_{name}"] = sum(need[role] for role in roles)
+    kept = CHECKPOINTS_KEPT if experiment.schedule.checkpoint_every else 0
+    found["disk"] = shape(assumed.actor).parameters * (2 + 12 * kept)  # the final policy; float32 weights and two moments per checkpoint
+    return found
