@@ -13,12 +13,14 @@ from pathlib import Path
 from nowait.config import Experiment
 
 VERSIONED = ("algorithms", "workers", "runtime", "schedules", "tasks", "batch.py", "training.py")  # code that decides a run's results
+SIMULATION = ("runtime/hardware.py", "workers/simulated.py")  # which no real run uses
 
 
 def code_digest() -> str:
     """SHA-256 (12 digits) of the modules that decide a run's results; comments and layout do not count."""
     package = Path(__file__).parent
-    files = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    every = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    files = [f for f in every if f.relative_to(package).as_posix() not in SIMULATION]
     return _code_digest(tuple((f.relative_to(package).as_posix(), f, f.stat().st_mtime_ns) for f in files))
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from multiprocessing import get_context
 from pathlib import Path
@@ -75,7 +75,7 @@ class Plan:
     knobs: dict[str, Any]
     others: dict[str, Any] = field(default_factory=dict)  # what else the notebook's figure depends on, such as which steps it shows
 
-    def experiment(self, config: str, method: str, knobs: Iterable[str] = tuple(KNOBS), more: Iterable[str] = ()) -> Experiment:
+    def experiment(self, config: str, method: str | None, knobs: Iterable[str] = tuple(KNOBS), more: Iterable[str] = ()) -> Experiment:
         """A config with those of `knobs` that are set and do not touch what defines the method, then `more` and the overrides."""
         chosen = {key: self.knobs[name] for name in knobs for key in KNOBS[name] if self.knobs.get(name) is not None and _applies(key, method)}
         return load(config, self.scale, [*(f"{key}={value}" for key, value in chosen.items()), *more, *self.overrides], method)
@@ -121,14 +121,30 @@ def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[st
 
     Of the knobs it follows those that change how long a step takes.
     """
-    chosen = [{m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods} for config in plan.configs]
-    return _benches("training_times", plan, chosen, blocks, clock)
+    return _benches("training_times", plan, [_timed(plan, config, methods) for config in plan.configs], blocks, clock)
 
 
 def overlap_times(plan: Plan, blocks: int) -> list[dict]:
     """The bench of OPPO's overlaps of every config on the measured clock, one dict each; as short as can be at scale smoke."""
-    chosen = [bench_overlap.variants(lambda method, more, c=config: plan.experiment(c, method, ("kl",), more)) for config in plan.configs]
-    return _benches("overlap_times", plan, chosen, blocks, "measured")
+    return _benches("overlap_times", plan, [_overlapping(plan, config) for config in plan.configs], blocks, "measured")
+
+
+def validation(plan: Plan, config: str, blocks: int) -> tuple[dict[str, Experiment], dict, RunResult]:
+    """What the simulator is held against: experiments by method, the bench on the measured clock that timed them, a finished run of the first."""
+    one = replace(plan, configs=[config])
+    if plan.experiment(config, None).schedule.kind == "overlapped":
+        experiments, (bench_,), first = _overlapping(one, config), overlap_times(one, blocks), "sequential"
+    else:
+        experiments, (bench_,), first = _timed(one, config), times(one, blocks), "sync"
+    return experiments, bench_, results(one, [first])[0][first][0]
+
+
+def _timed(plan: Plan, config: str, methods: Iterable[str] = bench.METHODS) -> dict[str, Experiment]:
+    return {m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods}
+
+
+def _overlapping(plan: Plan, config: str) -> dict[str, Experiment]:
+    return bench_overlap.variants(lambda method, more: plan.experiment(config, method, ("kl",), more))
 
 
 def _benches(kind: str, plan: Plan, chosen: list[dict[str, Experiment]], blocks: int, clock: str) -> list[dict]:

@@ -19,7 +19,7 @@ from matplotlib.ticker import LogFormatter
 from PIL import Image
 
 from nowait import published
-from nowait.analysis import oppo_figures
+from nowait.analysis import oppo_figures, simulated_figures
 from nowait.analysis.drawing import curve, finish, measured_curves, ordered, seeds, setup_name, styled
 from nowait.analysis.tables import TABLES as A3PO_TABLES
 
@@ -110,8 +110,13 @@ PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "a3po_clipped_tokens": clipped_tokens,
     "a3po_entropy": entropy,
     **oppo_figures.PLOTS,
+    **simulated_figures.PLOTS,
 }
-TABLES = {**A3PO_TABLES, **oppo_figures.TABLES}  # Markdown
+TABLES = {
+    **A3PO_TABLES,
+    **oppo_figures.TABLES,
+    **simulated_figures.TABLES,
+}  # Markdown
 
 
 def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict, folder: str | Path = "figures") -> Path:

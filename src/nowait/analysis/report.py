@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,8 @@ CURVES = {  # published figure: CSV and column of its measured counterpart
 }
 INTRODUCTION = """# Published, simulated, measured
 
-Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated* (the paper's hardware) is not part of this version.
+Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated*: assumed hardware (paper_configs/simulation), with
+the range over four changed assumptions; (fitted) where the calibration was made to meet the number.
 *Measured* here: {scale}. It is judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`). n counts seeds, or
 blocks of a bench for times; published steps are matched by the fraction of the run. ± is one standard error over seeds or blocks, for rewards
 over prompts as well, and over prompts only where n = 1.
@@ -64,7 +65,9 @@ def report(folder: str | Path = "figures") -> str:
     own = {key: Measured(*value) for key, value in report_oppo.values(frames).items()}
     values, reason = {**_table_values(frames), **_curve_values(frames), **own}, withheld(frames)
     text = INTRODUCTION.format(scale=f"scale {', '.join(_scales(frames))}" if frames else "nothing yet")
-    text += "".join(_paper(paper, frames, judge(paper, values, reason)) for paper in published.PAPERS)
+    for paper in published.PAPERS:
+        simulated = {row.entry: row for row in frames.get(f"simulated_{paper}", pd.DataFrame()).itertuples()}
+        text += _paper(paper, frames, judge(paper, values, reason), simulated)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(text, encoding="utf-8")
     return text
@@ -303,27 +306,33 @@ def _edges(label: str, published_steps: int, steps: int) -> tuple[float, float]:
     return int(low) * scale, steps + 1 if int(high) == published_steps else int(high) * scale
 
 
-def _paper(paper: str, frames: dict[str, pd.DataFrame], rows: list[Row]) -> str:
+def _paper(paper: str, frames: dict[str, pd.DataFrame], rows: list[Row], simulated: dict[str, Any]) -> str:
     facts = published.load(paper)
     text = f"\n## {facts['paper']['title']} (arXiv {facts['paper']['arxiv']})\n\n{len(rows)} published numbers: {_counts(rows)}.\n"
     text += "\n### Shape targets\n\n| target | setup | verdict | numbers |\n| --- | --- | --- | --- |\n"
     text += "".join(f"| {' | '.join(row)} |\n" for row in shapes(paper, frames))
     for part, group in groupby(rows, key=lambda row: row.entry.id.split(".")[:2]):
-        text += _section(part, list(group))
+        text += _section(part, list(group), simulated)
     text += "\n### Where the paper contradicts itself\n\n" + "".join(f"- {item}\n" for item in facts["known_inconsistencies"])
     if differences := published.deviations(paper):
         text += "\n### What we do differently\n\n" + markdown(pd.DataFrame(differences), {name: (name, "{}") for name in differences[0]})
     return text + "\nSources: " + "; ".join(f"*{tag}* {meaning}" for tag, meaning in facts["sources"].items()) + ".\n"
 
 
-def _section(part: list[str], rows: list[Row]) -> str:
+def _section(part: list[str], rows: list[Row], simulated: dict[str, Any]) -> str:
     text = f"\n### {part[0].removesuffix('s').capitalize()}: {part[1].replace('_', ' ')}\n\n<details><summary>{_counts(rows)}</summary>\n\n"
     text += "| number | source | published | simulated | measured | n | verdict | reason |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     for entry, measured, verdict, reason in rows:
         name, unit = ".".join(entry.id.split(".")[2:]), "" if entry.unit in ("ratio", "reward") else f" {entry.unit}"
         found, n = (f"{measured}{unit}", str(measured.n)) if measured else ("-", "-")
-        text += f"| {name} | {entry.source} | {entry.value:.5g}{unit} | - | {found} | {n} | {verdict} | {reason} |\n"
+        beside = _simulated(simulated[entry.id], unit) if entry.id in simulated else "-"
+        text += f"| {name} | {entry.source} | {entry.value:.5g}{unit} | {beside} | {found} | {n} | {verdict} | {reason} |\n"
     return text + "\n</details>\n"
+
+
+def _simulated(row, unit: str) -> str:
+    value = f"{row.simulated:.4g}{unit}"
+    return f"{value} (fitted)" if row.role == "fitted" else f"{value} ({row.low:.3g} to {row.high:.3g})"
 
 
 def _counts(rows: list[Row]) -> str:

@@ -93,8 +93,9 @@ class Group:
             raise DoesNotFit(f"weights of {need / 1e9:.0f} GB exceed the {tp} x {self.hardware.memory / 1e9:.0f} GB of a replica on "
                              f"{self.hardware.name}: take tensor_parallel {least} or more")  # fmt: skip
         if self.training and (need := self.shape.parameters * OPTIMISER_BYTES) > self.devices * memory:
-            raise DoesNotFit(f"weights, gradients and optimiser take {need / 1e9:.0f} GB, more than {self.devices} x "
-                             f"{self.hardware.memory / 1e9:.0f} GB of {self.hardware.name}: take {math.ceil(need / memory)} devices or more")  # fmt: skip
+            have = f"{self.devices} x {self.hardware.memory / 1e9:.0f} GB of {self.hardware.name}"
+            least = math.ceil(need / memory)
+            raise DoesNotFit(f"weights, gradients and optimiser take {need / 1e9:.0f} GB, more than {have}: take {least} devices or more")
 
     @property
     def replicas(self) -> int:

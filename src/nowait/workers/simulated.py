@@ -46,7 +46,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RewardCurve:
-    """Mean reward start + (end - start) (1 - exp(-step / tau)) with noise per request; not a model of learning, only what a rule for Δ can react to."""
+    """Mean reward start + (end - start) (1 - exp(-step / tau)) with noise per request: no model of learning, only food for Δ rules."""
 
     start: float = 0.0
     end: float = 0.0

@@ -1,0 +1,119 @@
+"""What the simulation says about published numbers: by entry id, with data sheets alone and calibrated, fitted or predicted, and how far it moves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import pandas as pd
+
+from nowait import published
+from nowait.analysis.tables import markdown
+from nowait.simulate import Calibration, assumptions, compare, fit
+
+SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
+FITTED_TASK = "stackexchange_7b"  # of OPPO; its factor serves all tasks
+TRL = {"trl": "sequential", "oppo": "both", "intra": "intra", "inter": "inter", "both": "both"}  # published name: method
+VARIATIONS = {  # of assumptions that nothing published decides: key, factor
+    "responses 30 % shorter": ("lengths.median", 0.7),
+    "responses 40 % longer": ("lengths.median", 1.4),
+    "lighter tail": ("lengths.sigma", 0.75),
+    "heavier tail": ("lengths.sigma", 1.25),
+}
+
+
+def study(paper: str, steps: int = 40, variations: Iterable[str] = tuple(VARIATIONS)) -> pd.DataFrame:
+    """A row per published number that the simulation has an answer to.
+
+    alone: the assumed hardware with no calibration. simulated: calibrated. role: fitted, where the calibration was made to meet it, or predicted.
+    low, high: over the variations, each calibrated anew. error: simulated over published, minus 1.
+    """
+    calibrated, alone = _numbers(paper, steps), _numbers(paper, steps, calibration=Calibration())
+    varied = [_numbers(paper, steps, *VARIATIONS[name]) for name in variations]
+    rows = []
+    for entry in published.entries(paper):
+        if entry.id in calibrated:
+            every = [calibrated[entry.id], *(numbers[entry.id] for numbers in varied)]
+            role = "fitted" if _fitted(entry.id) else "predicted"
+            rows.append((entry.id, entry.unit, entry.value, alone[entry.id], every[0], min(every), max(every), role, every[0] / entry.value - 1))
+    return pd.DataFrame(rows, columns=["entry", "unit", "published", "alone", "simulated", "low", "high", "role", "error"])
+
+
+def saving(frame: pd.DataFrame) -> pd.DataFrame:
+    """Seconds per step that A-3PO saves over recompute: published and simulated: the difference of two times can be far off where they are not."""
+    seconds, rows = frame.set_index("entry"), []
+    for setup in SETUPS["a3po"]:
+        recompute, ours = (seconds.loc[f"tables.seconds_per_step.{setup}.{method}"] for method in ("recompute", "loglinear"))
+        told, found = recompute["published"] - ours["published"], recompute["simulated"] - ours["simulated"]
+        rows.append((setup, told, found, ours["error"], found / told - 1))
+    return pd.DataFrame(rows, columns=["setup", "published_s", "simulated_s", "error_of_time", "error_of_saving"])
+
+
+def simulated_markdown(frame: pd.DataFrame) -> str:
+    columns = {
+        "entry": ("published number", "{}"),
+        "published": ("published", "{:.4g}"),
+        "alone": ("simulated, data sheets alone", "{:.4g}"),
+        "simulated": ("simulated, calibrated", "{:.4g}"),
+        "low": ("low", "{:.4g}"),
+        "high": ("high", "{:.4g}"),
+        "role": ("", "{}"),
+        "error": ("error", "{:+.0%}"),
+    }
+    return markdown(frame, columns)
+
+
+def _fitted(entry: str) -> bool:
+    _, table, setup, *rest = entry.split(".")
+    if table in ("seconds_per_step", "training_hours", "speedup_over_sync"):
+        return rest[0] != "loglinear"
+    return table == "proximal_seconds" or (table in ("minutes_to_target", "ablation_minutes") and (setup, rest[0]) == (FITTED_TASK, "trl"))
+
+
+def _numbers(paper: str, steps: int, key: str = "", factor: float = 1.0, calibration: Calibration | None = None) -> dict[str, float]:
+    """{entry id: simulated value}; with one assumption changed by a factor, and then calibrated anew."""
+    found: dict[str, float] = {}
+    for setup in SETUPS[paper]:
+        config = f"{paper}/{setup}"
+        used = calibration or (_fit(config if paper == "a3po" else f"oppo/{FITTED_TASK}", key, factor) if key else None)
+        overrides = [f"calibration.{name}={value}" for name, value in used.model_dump().items()] if used else []
+        methods = compare(config, [*_changed(config, key, factor), *overrides], steps)
+        found |= _a3po(setup, methods) if paper == "a3po" else _oppo(setup, methods)
+    return found
+
+
+@functools.cache
+def _fit(config: str, key: str, factor: float) -> Calibration:
+    return fit(config, _changed(config, key, factor))
+
+
+def _changed(config: str, key: str, factor: float) -> list[str]:
+    section, _, name = key.partition(".")
+    return [f"{key}={getattr(getattr(assumptions(config), section), name) * factor}"] if key else []
+
+
+def _a3po(setup: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
+    steps, seconds = published.load("a3po")["setups"][setup]["steps"], {name: row["seconds_per_step"] for name, row in methods.items()}
+    forward = methods["recompute"]["forward"]
+    named = {f"tables.seconds_per_step.{setup}.{name}": value for name, value in seconds.items()}
+    named |= {f"tables.training_hours.{setup}.{name}": value * steps / 3600 for name, value in seconds.items()}
+    named |= {f"tables.speedup_over_sync.{setup}.{name}": seconds["sync"] / value for name, value in seconds.items()}
+    named[f"tables.speedup_over_recompute.{setup}.loglinear"] = seconds["recompute"] / seconds["loglinear"]
+    return named | {f"figures.proximal_seconds.{setup}.recompute.{name}": forward for name in ("typical", "mean")}
+
+
+def _oppo(task: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
+    seconds = {name: methods[method]["seconds_per_step"] for name, method in TRL.items()}
+    if task == "two_nodes":
+        named = {f"tables.two_nodes_seconds_per_step.{name}": seconds[name] for name in ("trl", "oppo")}
+        return named | {"tables.two_nodes_seconds_per_step.speedup": seconds["trl"] / seconds["oppo"]}
+    busy = {name: 100 * methods[TRL[name]]["busy_frac"] for name in ("trl", "oppo")}
+    named = {f"tables.gpu_utilisation_pct.{task}.{name}": value for name, value in busy.items()}
+    named |= {f"tables.gpu_utilisation_pct.{task}.gain": busy["oppo"] / busy["trl"]}
+    named |= {f"tables.minutes_to_target.{task}.speedup": seconds["trl"] / seconds["oppo"]}
+    curve = published.load("oppo")["figures"]["reward_vs_step"].get(task, {})
+    if task == FITTED_TASK:  # the only task whose steps to the target are known
+        minutes = max(curve) / 60
+        named |= {f"tables.minutes_to_target.{task}.{name}": seconds[name] * minutes for name in ("trl", "oppo")}
+        named |= {f"tables.ablation_minutes.{task}.{name}": seconds[name] * minutes for name in ("trl", "intra", "inter", "both")}
+    return named
