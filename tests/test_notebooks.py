@@ -371,6 +371,32 @@ def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_
     assert text._repr_markdown_() == tables.final_eval_reward_markdown(frame)
 
 
+@pytest.mark.parametrize(("change", "where"), [
+    ({}, "figures"),
+    ({"scale": "cpu"}, "runs/figures-own"),
+    ({"scale": "smoke"}, "runs/figures-own"),
+    ({"knobs": {"eta": 4}}, "runs/figures-own"),
+    ({"overrides": ["lengths.median=99"]}, "runs/figures-own"),
+])  # fmt: skip
+def test_a_simulated_figure_is_the_reproductions_at_scale_paper_and_names_what_was_assumed(monkeypatch, tmp_path, change, where):
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("FIGURES", "RUNS"):
+        monkeypatch.delenv(f"NOWAIT_{name}", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": "model", "scale": "paper"})
+    plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "paper", [1], [], False, {})
+    chosen = replace(plain, **change)
+    shown = study.publish(chosen, "a3po_proximal_seconds", frame)
+    record = figures.read_provenance(shown)
+    assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png"
+    assert record["seeds"] == [] and record["code"] != [runs.code_digest()]
+    assert set(record["config"]) == {"simulated/setup1/loglinear", "simulated/gsm8k_7b/both"}
+    told = {"knobs", "overrides"} & set(change)
+    assert all((record["config"][name] != digest) == bool(told) for name, digest in study.simulated(plain)["config"].items())
+    assert study.simulated(replace(chosen, seeds=[2]))["config"].items().isdisjoint(record["config"].items())
+
+
 def test_verdicts_are_those_of_the_report_and_none_at_scale_smoke():
     frame = pd.DataFrame({"setup": "setup1", "scale": "cpu", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
     text = study.verdicts({"a3po_final_eval_reward": frame})

@@ -13,14 +13,15 @@ from pathlib import Path
 from nowait.config import Experiment
 
 VERSIONED = ("algorithms", "workers", "runtime", "schedules", "tasks", "batch.py", "training.py")  # code that decides a run's results
-SIMULATION = ("runtime/hardware.py", "workers/simulated.py")  # which no real run uses
+SIMULATED = ("schedules", "runtime", "workers/simulated.py", "batch.py", "simulate.py")  # and those of a simulation
+ONLY_SIMULATED = ("runtime/hardware.py", "workers/simulated.py")  # which no real run uses
 
 
-def code_digest() -> str:
-    """SHA-256 (12 digits) of the modules that decide a run's results; comments and layout do not count."""
+def code_digest(modules: tuple[str, ...] = VERSIONED) -> str:
+    """SHA-256 (12 digits) of modules, by default those that decide a run's results; comments and layout do not count."""
     package = Path(__file__).parent
-    every = sorted(f for name in VERSIONED for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
-    files = [f for f in every if f.relative_to(package).as_posix() not in SIMULATION]
+    every = sorted(f for name in modules for f in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    files = [f for f in every if modules != VERSIONED or f.relative_to(package).as_posix() not in ONLY_SIMULATED]
     return _code_digest(tuple((f.relative_to(package).as_posix(), f, f.stat().st_mtime_ns) for f in files))
 
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import pandas as pd
 
-from nowait import bench, bench_overlap, runs
+from nowait import bench, bench_overlap, runs, simulate
 from nowait.analysis import figures, report, tables
 from nowait.config import METHODS, Experiment, digest, load
-from nowait.config_files import ConfigError, Problem
+from nowait.config_files import ConfigError, Problem, find
+from nowait.identity import SIMULATED, code_digest
 from nowait.reproduce import A3PO_METHODS, EXPERIMENTS, figures_dir
 from nowait.runs import RunResult
 from nowait.tracking import Tracker
@@ -207,11 +208,11 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
     """Draw the figure or table `name` of nowait.analysis, save it with its CSV and provenance, mirror both to wandb, and return it for display.
 
     It lands in $NOWAIT_FIGURES, which `nowait reproduce` sets; otherwise in figures/, which holds the reproduction, or under the folder of
-    runs where it is something else, see `_own`.
+    runs where it is something else, see `_own`. Without runs and benches it is simulated.
     """
-    origins = [tables.provenance(several), *(b["provenance"] for b in benches)]
+    origins = [o for o in (tables.provenance(several), *(b["provenance"] for b in benches)) if o["config"]] or [simulated(plan)]
     record = {
-        "seeds": next(origin["seeds"] for origin in origins if origin["seeds"]),  # of the runs, where there are any
+        "seeds": next((origin["seeds"] for origin in origins if origin["seeds"]), []),  # of the runs, where there are any
         "code": sorted({code for origin in origins for code in origin["code"]}),
         "config": {name: value for origin in origins for name, value in origin["config"].items()},
         "parameters": plan.others,
@@ -223,6 +224,18 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         _mirror(plan, name, frame, path)
     print(f"{path}, data in {path.with_suffix('.csv').name}; seeds {record['seeds']}, code {', '.join(record['code'])}")
     return Markdown(content) if isinstance(content, str) else Picture(path)
+
+
+def simulated(plan: Plan) -> dict:
+    """Provenance of what is simulated at the paper's scale: no run, the simulator's code, and a digest of all that it is told about a config."""
+    config = {}
+    for name in plan.configs:
+        method = simulate.METHODS[name.partition("/")[0]][-1]
+        experiment, assumed = simulate.load(name, method, plan.overrides)
+        files = [find(file).read_text() for file in (f"hardware/{assumed.hardware}", "simulation/models")]
+        told = [experiment.model_dump(mode="json"), assumed.model_dump(mode="json"), files, plan.knobs, plan.seeds]
+        config[f"simulated/{tables.setup(name)}/{method}"] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    return {"seeds": [], "code": [code_digest(SIMULATED)], "config": config}
 
 
 def _own(plan: Plan, kept: dict, record: dict) -> bool:
