@@ -317,3 +317,35 @@ def test_every_clock_has_its_loop():
         loop = event_loop(clock, start=7.0)
         assert isinstance(loop, VirtualTimeLoop) == virtual and (not virtual or loop.time() == 7.0)
         loop.close()
+
+
+@pytest.mark.parametrize(("lanes", "ends"), [(1, [4.0, 5.0]), (2, [1.5, 4.5])])
+def test_calls_that_share_a_device_slow_each_other_down_while_they_overlap(lanes, ends):
+    # in two lanes both go at 1 / 1.5 until the short one ends at 1.5; the long one has done 1 of its 4 seconds by then
+    timeline, clock = Timeline(), ModelClock(lambda worker, *_: {"long": 4.0, "short": 1.0}[worker])
+
+    async def main():
+        device = Device("a", InlineExecutor(), clock, timeline, lanes, contention=1.5)
+        for name in ("long", "short"):
+            await device.place(name, Worker)
+        await asyncio.gather(device.run("long", "note", 1), device.run("short", "note", 1))
+
+    on(clock, main, names=())
+    assert [span.end for span in timeline.spans] == ends
+
+
+def test_one_worker_never_does_two_things_at_once_whatever_the_lanes():
+    timeline = Timeline()
+
+    async def main():
+        device = Device("a", InlineExecutor(), costs(note=2.0), timeline, lanes=2, contention=1.5)
+        await device.place("w", Worker)
+        await asyncio.gather(*(device.run("w", "note", i) for i in range(2)))
+
+    on(costs(note=2.0), main, names=())
+    assert [(s.start, s.end) for s in timeline.spans] == [(0, 2), (2, 4)]
+
+
+def test_lanes_are_for_virtual_time():
+    with pytest.raises(ValueError, match="2 lanes need a virtual clock"):
+        Device("a", InlineExecutor(), WallClock(), Timeline(), lanes=2)

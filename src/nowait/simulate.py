@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from nowait import config as configs
 from nowait import published
@@ -53,6 +53,8 @@ class Assumptions(Model):
     actor: str  # a key of paper_configs/simulation/models.yaml, as is the next
     reward: str | None = None  # None: a rule, which costs nothing
     devices: dict[str, Positive]  # of each device of the placement: how many of the hardware work as one
+    lanes: Positive = 1  # models that may work at once on one device
+    contention: Annotated[float, Field(ge=1)] = 1.0  # how much longer each takes while several do
     chunk: Positive | None = None  # tokens per simulated decode round, if not the experiment's: fewer rounds, the same work
     tensor_parallel: dict[str, Positive] = {}  # of a device while it samples or scores; 1 where not given
     lengths: Lengths
@@ -226,7 +228,7 @@ def _world(experiment: Experiment, assumed: Assumptions, steps: int, seed: int) 
 
 async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline) -> _Crew:
     placement, c, factor = experiment.runtime.placement, experiment.learner, assumed.calibration
-    devices = {name: Device(name, InlineExecutor(), clock, timeline) for name in [*placement, "driver"]}
+    devices = {name: Device(name, InlineExecutor(), clock, timeline, assumed.lanes, assumed.contention) for name in [*placement, "driver"]}
     roles = {role: [name for name, hosted in placement.items() if role in hosted] for role in ("sampler", "learner", "reward", "reference")}
 
     group = partial(_group, assumed)

@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -160,11 +161,18 @@ class ModelClock:
 
 
 class Device:
-    """`await run(...)` calls a placed worker's method; calls queue and run one at a time in the order of their arrival."""
+    """`await run(...)` calls a placed worker's method; calls queue and run one at a time in the order of their arrival.
 
-    def __init__(self, name: str, executor: InlineExecutor | ProcessExecutor, clock, timeline: Timeline) -> None:
+    With `lanes`, on a virtual clock only, calls of that many workers may overlap; while several do, each goes on at 1 / `contention` of its speed.
+    """
+
+    def __init__(self, name: str, executor: InlineExecutor | ProcessExecutor, clock, timeline: Timeline, lanes: int = 1, contention: float = 1.0):
+        if lanes > 1 and not clock.virtual:
+            raise ValueError(f"device {name!r}: {lanes} lanes need a virtual clock; in real time, processes share a machine by themselves")
         self.name, self._executor, self._clock, self._timeline = name, executor, clock, timeline
-        self._turn = asyncio.Lock()
+        self._lanes, self._turn, self._contention = lanes, asyncio.Semaphore(lanes), contention
+        self._own: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # with lanes, a worker still does one thing at a time
+        self._running: set[asyncio.Event] = set()  # one per overlapping call, set when another one comes or goes
 
     async def place(self, name: str, factory: str | Callable, /, **kwargs) -> None:
         """Build a worker on this device from an importable factory, or `module:function`; its model never travels."""
@@ -172,12 +180,40 @@ class Device:
 
     async def run(self, name: str, method: str, *args):
         """Result of worker.method(*args). Raises the worker's own error, or `DeviceFailed` if its process died."""
-        async with self._turn:
-            with self._timeline.call(self.name, name, method, asyncio.get_running_loop().time):
-                result, measured = await self._result(f"running {name}.{method}", "call", name, method, args, self._clock.timed)
-                if self._clock.virtual:
-                    await asyncio.sleep(self._clock.seconds(name, method, args, result, measured))
-            return result
+        if self._lanes == 1:
+            async with self._turn:
+                return await self._call(name, method, args)
+        async with self._own[name], self._turn:
+            return await self._call(name, method, args)
+
+    async def _call(self, name: str, method: str, args: tuple):
+        with self._timeline.call(self.name, name, method, asyncio.get_running_loop().time):
+            result, measured = await self._result(f"running {name}.{method}", "call", name, method, args, self._clock.timed)
+            if self._clock.virtual:
+                seconds = self._clock.seconds(name, method, args, result, measured)
+                await (asyncio.sleep(seconds) if self._lanes == 1 else self._share(seconds))
+        return result
+
+    async def _share(self, seconds: float) -> None:
+        """Let time pass that is worth `seconds` of a device of one's own."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._wake()
+        self._running.add(changed)
+        try:
+            while seconds > 0:
+                slowdown, start = self._contention if len(self._running) > 1 else 1.0, loop.time()
+                timer = loop.call_later(seconds * slowdown, changed.set)
+                await changed.wait()
+                timer.cancel()
+                changed.clear()
+                seconds = 0.0 if loop.time() >= timer.when() else seconds - (loop.time() - start) / slowdown
+        finally:
+            self._running.remove(changed)
+            self._wake()
+
+    def _wake(self) -> None:
+        for changed in self._running:
+            changed.set()
 
     async def _result(self, doing: str, *action):
         try:
