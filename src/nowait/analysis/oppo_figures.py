@@ -72,11 +72,13 @@ def length_shares(frame: pd.DataFrame) -> Figure:
 
 @styled
 def utilisation(frame: pd.DataFrame) -> Figure:
-    """Busy share of the devices and occupancy of the sampler's slots, sequential against both; columns as of `speedups`."""
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, sharey=True)
+    """Busy share of the devices and occupancy of the sampler's slots, sequential against both; columns of `speedups` and `simulated.beside`."""
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    left, simulated, middle, right = figure.subplots(1, 4, sharey=True)
     chosen = frame[frame["method"].isin(["sequential", "both"])]
     _bars(left, chosen.assign(percent=chosen["published_utilisation"]), "percent")
+    _bars(simulated, chosen.assign(percent=100 * chosen["simulated_utilisation"]), "percent")
+    simulated.set_title("simulated: devices busy, mean of 8\nassumed hardware")
     for ax, name in ((middle, "utilisation"), (right, "occupancy")):
         _bars(ax, chosen.assign(percent=100 * chosen[name]), "percent", errors=100 * chosen[f"{name}_se"])
     left.set(title="published: GPU utilisation", ylabel="%", ylim=(0, 115))
@@ -88,12 +90,13 @@ def utilisation(frame: pd.DataFrame) -> Figure:
 @styled
 def ablation(frame: pd.DataFrame) -> Figure:
     """Speed-up over the sequential schedule: published by time to a target, measured per step and by time to a target (columns of `on_bench`)."""
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
     for ax, name, title in zip(
-        figure.subplots(1, 3),
-        ("published_speedup", "speedup", "target_speedup"),
+        figure.subplots(1, 4),
+        ("published_speedup", "simulated_speedup", "speedup", "target_speedup"),
         (
             "published: time to a target reward",
+            "simulated: per step\nassumed hardware",
             f"measured: bench, {frame['scale'].iloc[0]} scale\nn = {frame['blocks'].iloc[0]} blocks, clock = {frame['clock'].iloc[0]}",
             f"measured: time to a target reward\n{_note(frame)}",
         ),
@@ -208,6 +211,7 @@ def speedups_markdown(frame: pd.DataFrame) -> str:
         "published_main_speedup": ("published, main table: speed-up", "{:.2f}x"),
         "published_minutes": ("published, ablation: minutes", "{:.0f}"),
         "published_speedup": ("published, ablation: speed-up", "{:.2f}x"),
+        "simulated_speedup": ("simulated: speed-up per step", "{:.2f}x"),
         "seconds_per_step": ("measured: s per step", "{:.3f}"),
         "speedup": ("speed-up per step", "{:.2f}x"),
         "speedup_se": ("± s.e.", "{:.2f}"),

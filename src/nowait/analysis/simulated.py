@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.tables import markdown
+from nowait.analysis.tables import markdown, rounded
 from nowait.simulate import Calibration, assumptions, compare, fit
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
@@ -37,6 +38,15 @@ def study(paper: str, steps: int = 40, variations: Iterable[str] = tuple(VARIATI
             role = "fitted" if _fitted(entry.id) else "predicted"
             rows.append((entry.id, entry.unit, entry.value, alone[entry.id], every[0], min(every), max(every), role, every[0] / entry.value - 1))
     return pd.DataFrame(rows, columns=["entry", "unit", "published", "alone", "simulated", "low", "high", "role", "error"])
+
+
+def beside(frame: pd.DataFrame, paper: str) -> pd.DataFrame:
+    """A frame of setups and methods with what is simulated for the paper's own ones: seconds per step, speed-up over the first method, and busy
+    share of the devices."""
+    found = {setup: compare(f"{paper}/{setup}") for setup in frame["setup"].unique() if setup in SETUPS[paper]}
+    names = {"simulated_seconds_per_step": "seconds_per_step", "simulated_speedup": "speedup", "simulated_utilisation": "busy_frac"}
+    rows = [found.get(setup, {}).get(method, {}) for setup, method in zip(frame["setup"], frame["method"], strict=True)]
+    return rounded(frame.assign(**{shown: [row.get(name, np.nan) for row in rows] for shown, name in names.items()}))
 
 
 def saving(frame: pd.DataFrame) -> pd.DataFrame:

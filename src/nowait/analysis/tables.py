@@ -135,6 +135,7 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
         "published_hours": ("published: hours", "{:.2f}"),
         "published_speedup_over_sync": ("published: over sync", "{:.1f}x"),
         "published_speedup_over_recompute": ("published: over recompute", "{:.2f}x"),
+        **({"simulated_speedup": ("simulated: over sync", "{:.2f}x")} if "simulated_speedup" in frame else {}),
         "seconds_per_step": ("measured: s per step", "{:.3f}"),
         "speedup_over_sync": ("measured: over sync", "{:.2f}x"),
         "speedup_over_sync_colocated": ("measured: over sync colocated", "{:.2f}x"),
