@@ -84,6 +84,7 @@ def chunk_sizes(seconds: list[float], spread: float = 0.01) -> pd.DataFrame:
 
 def made_up_frames(results: list[dict[str, list]]) -> dict[str, pd.DataFrame]:
     reached = oppo.speedups(pd.concat([oppo.per_run(result) for result in results], ignore_index=True))
+    reached = reached.assign(simulated_speedup=1.3, simulated_utilisation=0.9)
     rewards = pd.concat([tables.tidy(result, ["rollout/reward_mean"]) for result in results], ignore_index=True)
     first, (rules, stale) = results[0], (made_up_results(methods=names) for names in (("fixed 4", "slope"), ("sync", "staleness 5")))
     return {
@@ -92,7 +93,7 @@ def made_up_frames(results: list[dict[str, list]]) -> dict[str, pd.DataFrame]:
         "oppo_staleness": tables.tidy(stale, ["eval/reward"]),
         **dict.fromkeys(("oppo_time_to_reward", "oppo_reward_steps", "oppo_grpo"), rewards),
         **dict.fromkeys(("oppo_speedups", "oppo_utilisation"), reached),
-        "oppo_ablation": oppo.on_bench(reached[reached["setup"] == TASK], oppo.bench_rows(made_up_bench())),
+        "oppo_ablation": oppo.on_bench(reached[reached["setup"] == TASK], oppo.bench_rows(made_up_bench())).assign(simulated_speedup=1.3),
         "oppo_overcommitment": tables.tidy(rules, ["rollout/reward_mean", "overlap/delta"]),
         "oppo_chunk_size": chunk_sizes([0.9, 0.5, 0.7]),
         "oppo_deferrals": oppo.deferral_shares({"both": first["both"]}),
@@ -258,8 +259,8 @@ AXES = {  # labels of the axes, whose units they name; what the titles of measur
     "oppo_staleness": ([("training step", "held-out exact match")], NOTE),
     "oppo_time_to_reward": (REWARDS, NOTE),
     "oppo_reward_steps": ([("training step (mean of 2 steps)", REWARDS[0][1])] * 4, NOTE),
-    "oppo_utilisation": ([("", "%"), ("", ""), ("", "")], NOTE),  # three panels with one axis
-    "oppo_ablation": ([SPEEDUP] * 3, "clock = measured"),
+    "oppo_utilisation": ([("", "%"), *[("", "")] * 3], NOTE),  # four panels with one axis
+    "oppo_ablation": ([SPEEDUP] * 4, "clock = measured"),
     "oppo_overcommitment": ([REWARDS[0], ("training step", "Δ, requests beyond the batch")], NOTE),
     "oppo_chunk_size": ([("tokens per decode round", "seconds per training step")] * 2, NOTE),
     "oppo_deferrals": ([("updates that a request was carried over", "% of trained requests")], NOTE),
@@ -272,20 +273,19 @@ def test_axes_name_their_units_and_measured_ones_scale_n_and_clock(frames, name)
     axes, (labels, note) = oppo_figures.PLOTS[name](frames[name]).axes, AXES[name]
     assert [(ax.get_xlabel(), ax.get_ylabel()) for ax in axes] == labels
     titles = [ax.get_title() + ax.get_title("left") for ax in axes]
-    assert all(note in title for title in titles if not title.startswith("published")) and any(note in title for title in titles)
+    assert all(note in title for title in titles if not title.startswith(("published", "simulated"))) and any(note in title for title in titles)
 
 
 def heights(ax) -> list[float]:
     return [bar.get_height() for bar in ax.patches]
 
 
-def test_published_and_measured_bars_are_in_axes_of_their_own(frames):
+def test_published_simulated_and_measured_bars_are_in_axes_of_their_own(frames):
     only = {name: frame[frame["setup"] == TASK] for name, frame in frames.items() if name in ("oppo_utilisation", "oppo_ablation")}
-    left, middle, right = oppo_figures.utilisation(only["oppo_utilisation"]).axes
-    assert [*heights(left), *heights(middle), *heights(right)] == pytest.approx([50.6, 71, 40, 64, 50, 75])
-    left, middle, right = oppo_figures.ablation(only["oppo_ablation"]).axes
+    assert [h for ax in oppo_figures.utilisation(only["oppo_utilisation"]).axes for h in heights(ax)] == pytest.approx([50.6, 71, 90, 90, 40, 64, 50, 75])
+    left, simulated, middle, right = oppo_figures.ablation(only["oppo_ablation"]).axes
     assert heights(left) == pytest.approx([1, 1.2, 1.55556, 1.82609]) and heights(middle) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-5)
-    assert heights(right) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-3)
+    assert heights(right) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-3) and set(heights(simulated)) == {1.3}
 
 
 def test_a_chart_of_calls_draws_each_where_and_when_it_ran(frames):

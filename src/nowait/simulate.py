@@ -169,7 +169,8 @@ def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 
     """Seconds of a training step with its share of the evaluations, and the summary of the simulated steps; the first eta + 2 do not count."""
     found = simulate(experiment, assumed, steps, seed).summary(min(steps // 2, experiment.schedule.max_staleness + 2))
     every = experiment.schedule.eval_every
-    return found["seconds_per_step"] + (evaluation_seconds(experiment, assumed) / every if every else 0.0), found
+    evaluation = evaluation_seconds(experiment, assumed) / every if every else 0.0
+    return found["seconds_per_step"] + evaluation, found | {"evaluation": evaluation}
 
 
 def evaluation_seconds(experiment: Experiment, assumed: Assumptions) -> float:
