@@ -176,7 +176,7 @@ def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 
 def evaluation_seconds(experiment: Experiment, assumed: Assumptions) -> float:
     """Seconds to sample the regular evaluation set on the sampler's devices."""
     plan = experiment.evaluation
-    world = World(assumed.lengths, plan.prompts, plan.samples, plan.prompts, 0, assumed.rewards)
+    world = World(assumed.lengths, plan.prompts, plan.samples, plan.prompts, 1, 0, assumed.rewards)
     name = next(name for name, hosted in experiment.runtime.placement.items() if "sampler" in hosted)
     worker = SimulatedSampler(world, _group(assumed, name, assumed.actor), experiment.sampler.slots, assumed.calibration.generate)
     worker.admit(SimulatedPrompts().next(plan.prompts))
@@ -224,7 +224,7 @@ def _world(experiment: Experiment, assumed: Assumptions, steps: int, seed: int) 
     plan = experiment.schedule
     in_flight = max(max_in_flight(experiment), experiment.overlap.delta_max + experiment.overlap.delta)
     requests = plan.batch_size * (steps + plan.max_staleness + 1) + in_flight
-    return World(assumed.lengths, requests, plan.group_size, plan.batch_size, seed, assumed.rewards)
+    return World(assumed.lengths, requests, plan.group_size, plan.batch_size, steps, seed, assumed.rewards)
 
 
 async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline) -> _Crew:

@@ -33,14 +33,13 @@ class Lengths:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    def draw(self, rng: np.random.Generator, requests: int, samples: int) -> np.ndarray:
-        """int64 [requests, samples]."""
+    def draw(self, rng: np.random.Generator, requests: int, samples: int, horizon: int) -> np.ndarray:
+        """int64 [requests, samples]; a request's do not depend on how many are drawn. The drift is complete at request number `horizon`."""
         if self.observed:
-            return rng.choice(np.array(self.observed), (requests, samples))
-        z = math.sqrt(self.difficulty) * rng.standard_normal((requests, 1)) + math.sqrt(1 - self.difficulty) * rng.standard_normal(
-            (requests, samples)
-        )
-        median = self.median * (1 + self.drift * np.linspace(0, 1, requests)[:, None])
+            return np.array(self.observed)[(rng.random((requests, samples)) * len(self.observed)).astype(np.int64)]
+        z = rng.standard_normal((requests, 1 + samples))
+        z = math.sqrt(self.difficulty) * z[:, :1] + math.sqrt(1 - self.difficulty) * z[:, 1:]
+        median = self.median * (1 + self.drift * np.minimum(1, np.arange(requests) / horizon)[:, None])
         return np.clip(np.round(median * np.exp(self.sigma * z)), 1, self.cap).astype(np.int64)
 
 
@@ -59,11 +58,11 @@ class RewardCurve:
 class World:
     """What is true of every request, by id: prompt and response tokens, and how far its samples have got."""
 
-    def __init__(self, lengths: Lengths, requests: int, samples: int, batch_size: int, seed: int, curve: RewardCurve) -> None:
-        rng = np.random.default_rng(seed)
-        self.prompt, self.response = lengths.prompt, lengths.draw(rng, requests, samples)  # [requests, samples]
+    def __init__(self, lengths: Lengths, requests: int, samples: int, batch_size: int, steps: int, seed: int, curve: RewardCurve) -> None:
+        draws, noise = (np.random.default_rng((seed, stream)) for stream in (0, 1))
+        self.prompt, self.response = lengths.prompt, lengths.draw(draws, requests, samples, batch_size * steps)  # [requests, samples]
         step = np.arange(requests) / batch_size
-        self.reward = curve.end + (curve.start - curve.end) * np.exp(-step / curve.tau) + curve.noise * rng.standard_normal(requests)
+        self.reward = curve.end + (curve.start - curve.end) * np.exp(-step / curve.tau) + curve.noise * noise.standard_normal(requests)
         self.written = np.zeros(requests, np.int64)  # response tokens of all samples
         self.open = np.full(requests, samples)  # samples that are not finished
         self.seconds = 0.0  # that the last call of any worker costs; the clock takes them
