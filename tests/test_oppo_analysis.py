@@ -282,7 +282,9 @@ def heights(ax) -> list[float]:
 
 def test_published_simulated_and_measured_bars_are_in_axes_of_their_own(frames):
     only = {name: frame[frame["setup"] == TASK] for name, frame in frames.items() if name in ("oppo_utilisation", "oppo_ablation")}
-    assert [h for ax in oppo_figures.utilisation(only["oppo_utilisation"]).axes for h in heights(ax)] == pytest.approx([50.6, 71, 90, 90, 40, 64, 50, 75])
+    assert [h for ax in oppo_figures.utilisation(only["oppo_utilisation"]).axes for h in heights(ax)] == pytest.approx(
+        [50.6, 71, 90, 90, 40, 64, 50, 75]
+    )
     left, simulated, middle, right = oppo_figures.ablation(only["oppo_ablation"]).axes
     assert heights(left) == pytest.approx([1, 1.2, 1.55556, 1.82609]) and heights(middle) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-5)
     assert heights(right) == pytest.approx([1, 1.25, 1 / 0.6, 2], rel=1e-3) and set(heights(simulated)) == {1.3}
