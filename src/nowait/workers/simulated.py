@@ -136,8 +136,8 @@ class SimulatedSampler:
         if count <= 0:
             return
         request, sample = np.array([self._waiting.popleft() for _ in range(count)], np.int64).T
-        first = float(self.world.prompt) * np.count_nonzero(sample == 0)  # the samples of a request share its prompt
-        self.world.seconds += self.slowdown * self.group.forward(np.array([first]) if first else np.zeros(0))
+        prompts = np.full(np.count_nonzero(sample == 0), float(self.world.prompt))  # the samples of a request share its prompt
+        self.world.seconds += self.slowdown * self.group.forward(prompts)
         self._owner = np.concatenate([self._owner, request])
         self._left = np.concatenate([self._left, self.world.response[request, sample]])
         self._context = np.concatenate([self._context, np.full(count, self.world.prompt)])
