@@ -88,7 +88,7 @@ class Simulation:
 
 
 class _Crew(Crew):
-    """Slots are counted by the simulated samplers: a segment holds one token whatever was decoded."""
+    """Tokens and steps are counted by the simulated samplers: a segment holds fewer pieces than tokens were decoded."""
 
     simulated: list[SimulatedSampler]
 
