@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nowait.batch import RUNNING, STOP, Batch, Request, Segments, Weights
+from nowait.config import AboveZero, Fraction, NonNegative, Positive
 from nowait.runtime.hardware import Group
 
 PIECE = 8  # tokens; fewer pieces than tokens, for speed
@@ -25,13 +26,13 @@ class Lengths:
     The median grows linearly by `drift` of itself over the training. `observed` lengths, if given, are drawn from instead.
     """
 
-    median: float = 1.0
-    sigma: float = 0.0
-    cap: int = 1
-    prompt: int = 1  # tokens of every prompt
-    difficulty: float = 0.5
+    median: AboveZero = 1.0
+    sigma: NonNegative = 0.0
+    cap: Positive = 1
+    prompt: Positive = 1  # tokens of every prompt
+    difficulty: Fraction = 0.5
     drift: float = 0.0
-    observed: tuple[int, ...] = ()
+    observed: tuple[Positive, ...] = ()
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -51,8 +52,8 @@ class RewardCurve:
 
     start: float = 0.0
     end: float = 0.0
-    tau: float = 1.0
-    noise: float = 0.0
+    tau: AboveZero = 1.0
+    noise: NonNegative = 0.0
 
     __pydantic_config__ = {"extra": "forbid"}
 
