@@ -72,13 +72,14 @@ class Simulation:
 
     def summary(self, skipped: int = 0) -> dict[str, float]:
         """Means per step after the first `skipped` ones; busy_frac weighs every device by how many it stands for."""
-        rows, mean = self.rows[skipped:], lambda key: float(np.mean([row.get(key, 0.0) for row in self.rows[skipped:]]))
-        start, end = rows[0]["time/elapsed"] - rows[0]["time/step"], rows[-1]["time/elapsed"]
-        busy = self.timeline.busy(start, end)
+
+        def mean(key: str) -> float:
+            return float(np.mean([row.get(key, 0.0) for row in self.rows[skipped:]]))
+
         names = {"seconds_per_step": "time/step", "generate": "time/generate", "reward": "time/reward", "reference": "time/ref",
                  "forward": "time/prox_forward", "update": "time/train", "transfer": "time/sync", "occupancy": "perf/occupancy",
                  "mean_staleness": "stale/d_mean", "delta": "overlap/delta"}  # fmt: skip
-        shares = {f"busy_{name}": busy.get(name, 0.0) / (end - start) for name in self.devices}
+        shares = {f"busy_{name}": mean(f"busy/{name}") / mean("time/step") for name in self.devices}
         total = sum(self.devices.values())
         return {name: mean(key) for name, key in names.items()} | shares | {
             "busy_frac": sum(count * shares[f"busy_{name}"] for name, count in self.devices.items()) / total,
@@ -88,7 +89,7 @@ class Simulation:
 
 
 class _Crew(Crew):
-    """Slots are counted by the simulated samplers: a segment holds one token whatever was decoded."""
+    """Tokens and steps are counted by the simulated samplers: a segment holds fewer pieces than tokens were decoded."""
 
     simulated: list[SimulatedSampler]
 
@@ -154,7 +155,9 @@ def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = N
         crew = await _crew(experiment, assumed, world, clock, timeline)
         async with aclosing(SCHEDULES[plan.kind](crew, placed, None)) as records:
             async for record in records:
-                rows.append(record.metrics)
+                end = record.metrics["time/elapsed"]
+                busy = timeline.busy(end - record.metrics["time/step"], end)  # now, while calls in progress count
+                rows.append(record.metrics | {f"busy/{name}": busy.get(name, 0.0) for name in experiment.runtime.placement})
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:

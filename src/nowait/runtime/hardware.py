@@ -74,7 +74,8 @@ class Shape:
 class Group:
     """`devices` that run one model: replicas of `tensor_parallel` devices each for inference, fully sharded data parallelism for training.
 
-    Raises DoesNotFit when the layout does not divide the devices or the weights (training: with gradients and optimiser) exceed their memory.
+    Raises DoesNotFit when the layout does not divide the devices or the weights exceed a replica's memory (training: with gradients and optimiser,
+    that of all devices).
     """
 
     hardware: Hardware
@@ -88,10 +89,11 @@ class Group:
         if self.devices < 1 or tp < 1 or self.devices % tp:
             fit = [n for n in range(1, self.devices + 1) if self.devices % n == 0]
             raise DoesNotFit(f"tensor_parallel {tp} does not divide {self.devices} devices: take one of {', '.join(map(str, fit))}")
-        if (need := self.shape.parameters * self.shape.bytes) > tp * memory:
+        if not self.training and (need := self.shape.parameters * self.shape.bytes) > tp * memory:
             least = 2 ** math.ceil(math.log2(need / memory))
-            raise DoesNotFit(f"weights of {need / 1e9:.0f} GB exceed the {tp} x {self.hardware.memory / 1e9:.0f} GB of a replica on "
-                             f"{self.hardware.name}: take tensor_parallel {least} or more")  # fmt: skip
+            have = f"{tp} x {self.hardware.memory / 1e9:.0f} GB of a replica on {self.hardware.name}"
+            devices = ", on as many devices" if least > self.devices else ""
+            raise DoesNotFit(f"weights of {need / 1e9:.0f} GB exceed the {have}: take tensor_parallel {least} or more{devices}")
         if self.training and (need := self.shape.parameters * OPTIMISER_BYTES) > self.devices * memory:
             have = f"{self.devices} x {self.hardware.memory / 1e9:.0f} GB of {self.hardware.name}"
             least = math.ceil(need / memory)

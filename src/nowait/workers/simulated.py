@@ -1,7 +1,7 @@
 """Workers without tensors: they know how long responses are and what the work costs, so that the real schedules run in simulated time.
 
-A request is one sequence to the schedule (n = 1) whatever its number of samples, and a round brings one token for each request that advanced:
-versions and staleness are those of rounds. Lengths are a function of (seed, request), so every schedule is given the same work.
+A request is one sequence to the schedule (n = 1) whatever its number of samples. For the tokens of a round it gets pieces of up to PIECE of them: the
+value of a piece is their number, which is what readers go by. Lengths are a function of (seed, request), so every schedule is given the same work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nowait.batch import RUNNING, STOP, Batch, Request, Segments, Weights
+from nowait.config import AboveZero, Fraction, NonNegative, Positive
 from nowait.runtime.hardware import Group
+
+PIECE = 8  # tokens; fewer pieces than tokens, for speed
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,13 @@ class Lengths:
     The median grows linearly by `drift` of itself over the training. `observed` lengths, if given, are drawn from instead.
     """
 
-    median: float = 1.0
-    sigma: float = 0.0
-    cap: int = 1
-    prompt: int = 1  # tokens of every prompt
-    difficulty: float = 0.5
+    median: AboveZero = 1.0
+    sigma: NonNegative = 0.0
+    cap: Positive = 1
+    prompt: Positive = 1  # tokens of every prompt
+    difficulty: Fraction = 0.5
     drift: float = 0.0
-    observed: tuple[int, ...] = ()
+    observed: tuple[Positive, ...] = ()
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -49,21 +52,20 @@ class RewardCurve:
 
     start: float = 0.0
     end: float = 0.0
-    tau: float = 1.0
-    noise: float = 0.0
+    tau: AboveZero = 1.0
+    noise: NonNegative = 0.0
 
     __pydantic_config__ = {"extra": "forbid"}
 
 
 class World:
-    """What is true of every request, by id: prompt and response tokens, and how far its samples have got."""
+    """What is true of every request, by id: prompt and response tokens, and how many of its samples go on."""
 
     def __init__(self, lengths: Lengths, requests: int, samples: int, batch_size: int, steps: int, seed: int, curve: RewardCurve) -> None:
         draws, noise = (np.random.default_rng((seed, stream)) for stream in (0, 1))
         self.prompt, self.response = lengths.prompt, lengths.draw(draws, requests, samples, batch_size * steps)  # [requests, samples]
         step = np.arange(requests) / batch_size
         self.reward = curve.end + (curve.start - curve.end) * np.exp(-step / curve.tau) + curve.noise * noise.standard_normal(requests)
-        self.written = np.zeros(requests, np.int64)  # response tokens of all samples
         self.open = np.full(requests, samples)  # samples that are not finished
         self.seconds = 0.0  # that the last call of any worker costs; the clock takes them
 
@@ -123,44 +125,51 @@ class SimulatedSampler:
         made = np.minimum(self._left, steps)
         self._left, self._context = self._left - made, self._context + made
         world, done = self.world, self._left == 0
-        np.add.at(world.written, self._owner, made)
         np.subtract.at(world.open, self._owner[done], 1)
         self.tokens, self.steps = self.tokens + int(made.sum()), self.steps + steps
-        ids = np.unique(self._owner)
+        ids, owner = np.unique(self._owner, return_inverse=True)
+        offset, pieces = _pieces(np.bincount(owner, made).astype(np.int64))
         self._owner, self._left, self._context = self._owner[~done], self._left[~done], self._context[~done]
         finish = np.where(world.open[ids] == 0, STOP, RUNNING).astype(np.uint8)
-        return Segments(ids, np.arange(len(ids) + 1), np.zeros(len(ids), np.int32), np.zeros(len(ids), np.float32), finish, self._loaded)
+        return Segments(ids, offset, pieces, np.zeros(len(pieces), np.float32), finish, self._loaded)
 
     def _start_waiting(self) -> None:
         count = min(len(self._waiting), self.slots - len(self._owner))
         if count <= 0:
             return
         request, sample = np.array([self._waiting.popleft() for _ in range(count)], np.int64).T
-        first = float(self.world.prompt) * np.count_nonzero(sample == 0)  # the samples of a request share its prompt
-        self.world.seconds += self.slowdown * self.group.forward(np.array([first]) if first else np.zeros(0))
+        prompts = np.full(np.count_nonzero(sample == 0), float(self.world.prompt))  # the samples of a request share its prompt
+        self.world.seconds += self.slowdown * self.group.forward(prompts)
         self._owner = np.concatenate([self._owner, request])
         self._left = np.concatenate([self._left, self.world.response[request, sample]])
         self._context = np.concatenate([self._context, np.full(count, self.world.prompt)])
 
 
+def _pieces(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets [n + 1] and values, full pieces before the rest, of `tokens` [n] >= 1."""
+    offset = np.concatenate([[0], np.cumsum(-(-tokens // PIECE))])
+    pieces = np.full(offset[-1], PIECE, np.int32)
+    pieces[offset[1:] - 1] = (tokens - 1) % PIECE + 1
+    return offset, pieces
+
+
 class SimulatedReader:
-    """A frozen model (or, without a group, a rule that costs nothing) that reads what has been written since it last looked at a request."""
+    """A frozen model (or, without a group, a rule that costs nothing) that reads each prompt once per sample and the tokens that it is given."""
 
     def __init__(self, world: World, group: Group | None = None, slowdown: float = 1.0, *, log_probs: bool = False) -> None:
         self.world, self.group, self.slowdown, self._log_probs = world, group, slowdown, log_probs
-        self._read = np.zeros(len(world.written), np.int64)  # tokens, prompts included
-        self._pieces = np.zeros(len(world.written), np.int64)
+        self._read = np.zeros(len(world.open), np.int64)  # tokens, prompts included
+        self._pieces = np.zeros(len(world.open), np.int64)
 
     def admit(self, requests: list[Request]) -> None: ...
 
     def prefill(self, segments: Segments) -> int:
-        ids, samples = segments.sequence, self.world.response.shape[1]
+        ids, samples, before = segments.sequence, self.world.response.shape[1], self._read[segments.sequence]
         self._pieces[ids] += np.diff(segments.offset)
-        total = self.world.prompt * samples + self.world.written[ids]
-        new = total - self._read[ids]
+        new = np.add.reduceat(segments.token, segments.offset[:-1]) + np.where(before, 0, self.world.prompt * samples)
         if self.group:
-            self.world.seconds += self.slowdown * self.group.forward(new.astype(float), self._read[ids] / samples)
-        self._read[ids] = total
+            self.world.seconds += self.slowdown * self.group.forward(np.repeat(new / samples, samples), np.repeat(before / samples, samples))
+        self._read[ids] += new
         return int(new.sum())
 
     def finish(self, ids: list[int]) -> list[list]:
