@@ -53,6 +53,8 @@ def test_replicas_share_rows_and_cache_and_the_fullest_one_counts():
 def test_tensor_parallel_devices_share_the_weights_and_add_two_all_reduces_per_layer():
     # a ring of 2 moves half of 1 row x 10 numbers x 2 bytes twice: 20 bytes, 0.2 s at 100 bytes/s
     assert decode(group(2, 2), [1], [5]) == pytest.approx((4 + 4) / 2 + 4 * (0.5 + 0.2) + 0.125)
+    # a ring of 4 fills a node: 3/4 of 20 bytes, twice, 0.3 s
+    assert decode(group(4, 4), [1], [5]) == pytest.approx((4 + 4) / 4 + 4 * (0.5 + 0.3) + 0.125)
     # a ring of 8 leaves the node of 4 at 10 bytes/s: 7/8 of 20 bytes, twice, 3.5 s
     assert decode(group(8, 8), [1], [5]) == pytest.approx((4 + 4) / 8 + 4 * (0.5 + 3.5) + 0.125)
 

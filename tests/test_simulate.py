@@ -92,6 +92,12 @@ def test_a_synchronous_step_is_generation_and_update_and_from_the_second_on_the_
     assert column(found, "time/sync") == pytest.approx([0] + [0.5] * 11)
 
 
+def test_rounds_are_of_the_assumed_chunk_which_is_the_same_work():
+    fine = simulate(training("synchronous", steps=1), assumed().model_copy(update={"chunk": 2}))
+    assert [span.end - span.start for span in fine.timeline.spans if span.method == "decode"] == pytest.approx([3, 2, 2, 2])
+    assert column(fine) == pytest.approx(column(simulate(training("synchronous", steps=1), assumed())))
+
+
 @pytest.mark.parametrize(("update", "seconds"), [(0.1, 9.5), (0.18, 9.5), (0.2, 10), (0.4, 20)])
 def test_an_asynchronous_step_takes_as_long_as_the_slower_of_sampler_and_learner(update, seconds):
     """s = 9.5, u = 50 update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def requests(count: int, first: int = 0):
 
 def brought(segments: Segments) -> dict[int, int]:
     """Tokens of each request."""
-    return {int(i): int(segments.token[a:b].sum()) for i, a, b in zip(segments.sequence, segments.offset, segments.offset[1:], strict=True)}
+    return {int(i): int(segments.token[a:b].sum()) for i, (a, b) in zip(segments.sequence, pairwise(segments.offset), strict=True)}
 
 
 # Lengths
