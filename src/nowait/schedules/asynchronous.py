@@ -76,7 +76,8 @@ class _Run:
             self.rollout.result()
             raise RuntimeError(f"step {step}: the rollout loop ended early")
         ids = self.batch(step)
-        self.finished = [r for r in self.finished if r not in set(ids)]
+        taken = set(ids)
+        self.finished = [r for r in self.finished if r not in taken]
         return ids
 
     async def barrier(self) -> None:
