@@ -56,7 +56,7 @@ def test_take_pads_over_the_requests_it_takes_and_keeps_their_order():
     batch = rollouts.take([2, 0], step=0)
     assert batch.group.tolist() == [2, 0] and batch.prompt.tolist() == [[7], [9]]
     assert batch.token.tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert list(rollouts.requests) == [1] and rollouts.tokens() == 1
+    assert list(rollouts.requests) == [1] and rollouts.tokens == 1
 
 
 def test_the_oldest_version_of_a_request_is_that_of_its_first_token(rollouts):
@@ -84,15 +84,15 @@ def test_completed_requests_come_in_submission_order_whatever_the_order_of_rows(
     ],
 )
 def test_misuse_is_an_error_and_leaves_the_tokens_alone(rollouts, act, message):
-    before = rollouts.tokens()
+    before = rollouts.tokens
     with pytest.raises(ValueError, match=message):
         act(rollouts)
-    assert rollouts.tokens() == before == 8
+    assert rollouts.tokens == before == 8
 
 
 def test_dropped_requests_leave_nothing_behind(rollouts):
     rollouts.drop([3, 5])
-    assert len(rollouts) == 1 and rollouts.tokens() == 2
+    assert len(rollouts) == 1 and rollouts.tokens == 2
     rollouts.add(segments(3, s9=([92], STOP)))
     assert rollouts.take([4], 3).token.tolist() == [[81, 0], [91, 92]]
 
@@ -101,7 +101,7 @@ def test_restored_rollouts_go_on_as_if_nothing_had_happened(rollouts):
     restored = Rollouts(2)
     restored.admit([request(77)])
     restored.set_state(pickle.loads(pickle.dumps(rollouts.get_state())))
-    assert restored.oldest == rollouts.oldest and restored.tokens() == 8 and list(restored.requests) == [3, 4, 5]
+    assert restored.oldest == rollouts.oldest and restored.tokens == 8 and list(restored.requests) == [3, 4, 5]
     last = segments(5, s9=([92], STOP), s10=([101], STOP), s11=([111], STOP))
     assert restored.add(last) == rollouts.add(last) == [4, 5]
     ours, theirs = restored.take([3, 4, 5], 5), rollouts.take([3, 4, 5], 5)
@@ -120,7 +120,7 @@ def test_a_state_is_a_snapshot(rollouts):
 def test_nothing_in_flight_is_a_state_too():
     rollouts = Rollouts(2)
     rollouts.set_state(Rollouts(2).get_state())
-    assert len(rollouts) == rollouts.tokens() == 0
+    assert len(rollouts) == rollouts.tokens == 0
 
 
 def test_packed_requests_come_back_equal():
@@ -165,7 +165,7 @@ def test_every_token_is_held_dropped_or_taken_once(data):
         elif action == "restore":
             state, rollouts = rollouts.get_state(), Rollouts(n)
             rollouts.set_state(state)
-        assert sum(lengths.values()) == left + rollouts.tokens()
+        assert sum(lengths.values()) == left + rollouts.tokens
     assert len(taken) == len(set(taken))
 
 

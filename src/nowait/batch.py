@@ -147,6 +147,7 @@ class Rollouts:
         self.requests: dict[int, Request] = {}
         self._sequences: dict[int, _Sequence] = {}
         self.oldest: dict[int, int] = {}  # request -> version of its first token
+        self.tokens = 0  # response tokens held: generated and not yet taken for training
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -161,7 +162,7 @@ class Rollouts:
     def add(self, segments: Segments) -> list[int]:
         """Append a round; returns the ids of the requests that it completed, in submission order."""
         offset, version = segments.offset.tolist(), np.full(len(segments.token), segments.version, np.int32)
-        ended = set()
+        ended, self.tokens = set(), self.tokens + len(segments.token)
         for i, (sid, finish) in enumerate(zip(segments.sequence.tolist(), segments.finish.tolist(), strict=True)):
             sequence, span, request = self._sequences[sid], slice(offset[i], offset[i + 1]), sid // self.n
             if sequence.finish != RUNNING:
@@ -177,10 +178,6 @@ class Rollouts:
 
     def complete(self, request: int) -> bool:
         return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)
-
-    def tokens(self) -> int:
-        """Response tokens held: generated and not yet taken for training."""
-        return sum(len(part) for s in self._sequences.values() for part in s.token)
 
     def segments(self, requests: list[int]) -> Segments:
         """All that the sequences of these requests hold, as if one round had brought it."""
@@ -206,6 +203,7 @@ class Rollouts:
         for r in requests:
             del self.requests[r], self.oldest[r]
         token = [np.concatenate(s.token) for s in done]
+        self.tokens -= sum(map(len, token))
         return Batch(
             step=step,
             sequence=np.array(sids, np.int64),
@@ -224,7 +222,7 @@ class Rollouts:
     def drop(self, requests: list[int]) -> None:
         for r in requests:
             for s in self.requests.pop(r).sequences:
-                del self._sequences[s]
+                self.tokens -= sum(map(len, self._sequences.pop(s).token))
             self.oldest.pop(r, None)
 
     def get_state(self) -> dict:
@@ -254,6 +252,7 @@ class Rollouts:
             sequence = self._sequences[sid]
             sequence.token, sequence.logp, sequence.version = ([state[k][span]] for k in ("token", "logp", "version"))
             sequence.finish = int(state["finish"][i])
+            self.tokens += span.stop - span.start
             self.oldest[sid // self.n] = min(int(state["version"][span.start]), self.oldest.get(sid // self.n, np.iinfo(np.int32).max))
 
 

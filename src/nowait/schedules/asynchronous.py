@@ -125,7 +125,7 @@ async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = 
             evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
             if evaluation or checkpoint:
                 await run.barrier()  # inside the step's time, since the sampler goes on working
-            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens()))
+            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens))
             if evaluation:
                 more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
                 record.metrics |= more

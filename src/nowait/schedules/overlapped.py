@@ -243,7 +243,7 @@ async def overlapped(crew: Crew, experiment: Experiment, state: dict | None = No
             evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
             if evaluation or checkpoint:
                 await run.watched(run.barrier())  # inside the step's time, since it is work of the training
-            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens()) | metrics)
+            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens) | metrics)
             if evaluation:
                 more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
                 record.metrics |= more

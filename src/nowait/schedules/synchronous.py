@@ -29,7 +29,7 @@ async def synchronous(crew: Crew, experiment: Experiment, state: dict | None = N
         count = len(crew.samplers)
         await together(_generate(crew, call, requests[i::count], rollouts, experiment.sampler.chunk) for i, call in enumerate(crew.samplers))
         batch, stats = await learn(crew, rollouts, [r.id for r in requests], step, experiment.algorithm.anchor)
-        metrics = describe(crew, batch, stats, watch.lap(), watch.elapsed, rollouts.tokens())
+        metrics = describe(crew, batch, stats, watch.lap(), watch.elapsed, rollouts.tokens)
         record = StepRecord(step + 1, metrics)
         if due(plan.eval_every, step + 1, plan.steps):
             more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
