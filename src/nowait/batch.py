@@ -162,7 +162,7 @@ class Rollouts:
     def add(self, segments: Segments) -> list[int]:
         """Append a round; returns the ids of the requests that it completed, in submission order."""
         offset, version = segments.offset.tolist(), np.full(len(segments.token), segments.version, np.int32)
-        ended, self.tokens = set(), self.tokens + len(segments.token)
+        ended = set()
         for i, (sid, finish) in enumerate(zip(segments.sequence.tolist(), segments.finish.tolist(), strict=True)):
             sequence, span, request = self._sequences[sid], slice(offset[i], offset[i + 1]), sid // self.n
             if sequence.finish != RUNNING:
@@ -174,6 +174,7 @@ class Rollouts:
             self.oldest.setdefault(request, segments.version)  # versions only grow
             if finish != RUNNING:
                 ended.add(request)
+        self.tokens += len(segments.token)
         return sorted(r for r in ended if self.complete(r))
 
     def complete(self, request: int) -> bool:
