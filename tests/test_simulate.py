@@ -58,8 +58,8 @@ def shipped(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def assumed(lengths: Lengths = LENGTHS, reward: str | None = None, devices: str = "ab", rewards: RewardCurve | None = None, **calibration: float):
-    return Assumptions(hardware="toy", actor="toy", reward=reward, devices=dict.fromkeys(devices, 1), lengths=lengths,
+def assumed(lengths: Lengths = LENGTHS, reward_model: str | None = None, devices: str = "ab", rewards: RewardCurve | None = None, **calibration: float):
+    return Assumptions(hardware="toy", actor="toy", reward_model=reward_model, devices=dict.fromkeys(devices, 1), lengths=lengths,
                        rewards=rewards or RewardCurve(), calibration=Calibration(**calibration))  # fmt: skip
 
 
@@ -153,7 +153,7 @@ LONG = Lengths(median=24, cap=99, prompt=2)  # 2 rows in 3 rounds: 1 s for the p
     ],
 )
 def test_a_pipeline_of_sampler_readers_and_learner_takes_its_slowest_stage_and_the_ends(score, sequential, streamed):
-    what = assumed(LONG, reward="toy", devices="abc", update=0.1, score=score)  # u = (52 + 14) x 0.1
+    what = assumed(LONG, reward_model="toy", devices="abc", update=0.1, score=score)  # u = (52 + 14) x 0.1
     for intra, seconds in ((False, sequential), (True, streamed)):
         found = simulate(ppo(three=True, intra=intra), what)
         assert column(found) == pytest.approx([seconds + 6.6] + [seconds + 0.5 + 6.6] * 5)
@@ -161,17 +161,17 @@ def test_a_pipeline_of_sampler_readers_and_learner_takes_its_slowest_stage_and_t
 
 
 def test_two_readers_on_one_device_take_turns():
-    apart = column(simulate(ppo(three=True), assumed(LONG, reward="toy", devices="abc")))
-    assert column(simulate(ppo(), assumed(LONG, reward="toy"))) == pytest.approx([seconds + 13 for seconds in apart])
+    apart = column(simulate(ppo(three=True), assumed(LONG, reward_model="toy", devices="abc")))
+    assert column(simulate(ppo(), assumed(LONG, reward_model="toy"))) == pytest.approx([seconds + 13 for seconds in apart])
 
 
 def test_a_scorer_that_costs_nothing_leaves_nothing_to_overlap_within_a_step():
     def steps(intra: bool, **costs) -> list[float]:
         return column(simulate(ppo(intra=intra), assumed(TAIL, update=0.1, **costs)))
 
-    for free in ({"reward": "toy", "score": 0.0}, {"reward": None, "score": 0.0}):
+    for free in ({"reward_model": "toy", "score": 0.0}, {"reward_model": None, "score": 0.0}):
         assert steps(True, **free) == steps(False, **free)
-    assert sum(steps(True, reward="toy")) < 0.9 * sum(steps(False, reward="toy"))
+    assert sum(steps(True, reward_model="toy")) < 0.9 * sum(steps(False, reward_model="toy"))
 
 
 def test_responses_of_one_length_leave_nothing_to_overlap_between_steps():
@@ -214,8 +214,8 @@ RUNS = {
     "colocated": (training("colocated", chunk=4), assumed(TAIL, update=0.2)),
     "asynchronous": (training("asynchronous", chunk=4, anchor="recompute", max_concurrent=None), assumed(TAIL, update=0.2)),
     "long rounds": (training("asynchronous", max_concurrent=None), assumed(TAIL, update=0.01)),
-    "overlapped": (ppo(intra=True, inter=True, anchor="ppo"), assumed(TAIL, reward="toy", update=0.1)),
-    "three devices": (ppo(three=True, inter=True), assumed(TAIL, reward="toy", devices="abc", update=0.1)),
+    "overlapped": (ppo(intra=True, inter=True, anchor="ppo"), assumed(TAIL, reward_model="toy", update=0.1)),
+    "three devices": (ppo(three=True, inter=True), assumed(TAIL, reward_model="toy", devices="abc", update=0.1)),
 }
 
 
@@ -235,7 +235,7 @@ def test_a_device_is_busy_with_its_stages_and_idle_for_the_rest_of_the_wall_time
 
 
 def test_shares_weigh_devices_by_what_they_stand_for():
-    what = assumed(LONG, reward="toy", update=0.1).model_copy(update={"devices": {"a": 7, "b": 1}})
+    what = assumed(LONG, reward_model="toy", update=0.1).model_copy(update={"devices": {"a": 7, "b": 1}})
     mean = simulate(ppo(), what).summary()
     assert mean["busy_a"] + mean["busy_b"] == pytest.approx(1) and 0 < mean["busy_b"] < 1  # in turn
     assert mean["busy_frac"] == pytest.approx((7 * mean["busy_a"] + mean["busy_b"]) / 8)

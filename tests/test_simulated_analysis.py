@@ -84,7 +84,7 @@ def test_measurements_of_the_simulator_itself_are_predicted():
     experiments = {m: load("oppo/stackexchange_3b", "cpu", ["overlap.rule=fixed"], m) for m in ("sequential", "intra", "inter")}
     lengths = [5, 5, 5, 8, 8, 60]
     factors = Calibration(generate=3.0, forward=2.0, update=0.5, score=4.0)
-    assumed = Assumptions(hardware="cpu", actor="policy_small", reward="reward_small", devices={"a": 1, "b": 1}, calibration=factors,
+    assumed = Assumptions(hardware="cpu", actor="policy_small", reward_model="reward_small", devices={"a": 1, "b": 1}, calibration=factors,
                           lengths=Lengths(prompt=20, observed=tuple(lengths)))  # fmt: skip
     found = {m: simulate.simulate(e, assumed, steps=40).summary(2) for m, e in experiments.items()}
     seconds = {m: row | {"step": row["seconds_per_step"]} for m, row in found.items()}

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nowait import config as configs
 from nowait import published
@@ -51,7 +52,7 @@ class Assumptions(Model):
 
     hardware: str  # a file of paper_configs/hardware
     actor: str  # a key of paper_configs/simulation/models.yaml, as is the next
-    reward: str | None = None  # None: a rule, which costs nothing
+    reward_model: str | None = None  # None: a rule, which costs nothing
     devices: dict[str, Positive]  # of each device of the placement: how many of the hardware work as one
     lanes: Positive = 1  # models that may work at once on one device
     contention: Annotated[float, Field(ge=1)] = 1.0  # how much longer each takes while several do
@@ -119,16 +120,13 @@ def assumptions(config: str, overrides: Iterable[str] = ()) -> Assumptions:
     layers.merge(every[setup], "file")
     for key, value in parse_overrides(overrides, file):
         layers.set(key, value, "override")
-    try:
-        return Assumptions.model_validate(layers.data)
-    except ValidationError as error:
-        problems = [Problem(".".join(map(str, e["loc"])), e["msg"].lower(), f"see {file.name}") for e in error.errors()]
-        raise ConfigError(problems, file) from None
+    return _checked(Assumptions, layers.data, file)
 
 
 def hardware(name: str) -> Hardware:
     """A preset of paper_configs/hardware. Raises ConfigError that names what there is."""
-    return Hardware(**read(find(f"hardware/{name}")))
+    file = find(f"hardware/{name}")
+    return _checked(Hardware, read(file), file)
 
 
 def shape(name: str) -> Shape:
@@ -136,7 +134,15 @@ def shape(name: str) -> Shape:
     every = read(file := find("simulation/models"))
     if name not in every:
         raise ConfigError([Problem(name, "no such model", f"there are {', '.join(every)}")], file)
-    return Shape(**every[name])
+    return _checked(Shape, every[name], file)
+
+
+def _checked(kind: type, data: dict[str, Any], file: Path) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        problems = [Problem(".".join(map(str, e["loc"])), e["msg"].lower(), f"see {file.name}") for e in error.errors()]
+        raise ConfigError(problems, file) from None
 
 
 def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = None, seed: int = 0) -> Simulation:
@@ -177,7 +183,7 @@ def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 
 
 
 def evaluation_seconds(experiment: Experiment, assumed: Assumptions) -> float:
-    """Seconds to sample the regular evaluation set on the sampler's devices."""
+    """Seconds to sample the regular evaluation set on the devices and in the slots of the sampler."""
     plan = experiment.evaluation
     world = World(assumed.lengths, plan.prompts, plan.samples, plan.prompts, 1, 0, assumed.rewards)
     name = next(name for name, hosted in experiment.runtime.placement.items() if "sampler" in hosted)
@@ -247,12 +253,12 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
     training = {"minibatches": c.minibatches, "epochs": c.epochs, "micro_batch_tokens": c.micro_batch_tokens,
                 "recompute": experiment.model.gradient_checkpointing, "forward": factor.forward, "update": factor.update}  # fmt: skip
     learners = [SimulatedLearner(world, group(name, assumed.actor, training=True), **training) for name in roles["learner"]]
-    where = roles["reward"][0] if assumed.reward else "driver"
-    reader = SimulatedReader(world, group(where, assumed.reward) if assumed.reward else None, factor.score)
+    where = roles["reward"][0] if assumed.reward_model else "driver"
+    reader = SimulatedReader(world, group(where, assumed.reward_model) if assumed.reward_model else None, factor.score)
     crew = _Crew(
         samplers=[await place("sampler", name, worker) for name, worker in zip(roles["sampler"], samplers, strict=True)],
         learners=[await place("learner", name, worker) for name, worker in zip(roles["learner"], learners, strict=True)],
-        scorer=await place("reward" if assumed.reward else "scorer", where, reader),
+        scorer=await place("reward" if assumed.reward_model else "scorer", where, reader),
         prompts=SimulatedPrompts(),
         timeline=timeline,
         devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": [where]},
@@ -288,12 +294,14 @@ def plan(config: str, method: str, overrides: Iterable[str] = ()) -> dict[str, f
     found = {"minutes": total / 60, "device_hours": total * devices / 3600}
     sampler = experiment.sampler
     for name, roles in experiment.runtime.placement.items():
-        actor, count = _group(assumed, name, assumed.actor, "learner" in roles), assumed.devices[name]
-        cached = actor.shape.cached * sampler.slots * (sampler.max_prompt_tokens + sampler.max_new_tokens) / count
-        need = {"learner": actor.shape.parameters * OPTIMISER_BYTES / count,
-                "sampler": actor.shape.parameters * actor.shape.bytes / actor.tensor_parallel + cached,
-                "reward": shape(assumed.reward).parameters * 2 if assumed.reward else 0.0,
-                "reference": actor.shape.parameters * actor.shape.bytes if experiment.algorithm.kl_coef else 0.0}  # fmt: skip
+        actor, count = shape(assumed.actor), assumed.devices[name]
+        for role in roles:
+            _group(assumed, name, assumed.reward_model if role == "reward" and assumed.reward_model else assumed.actor, role == "learner")
+        cached = actor.cached * sampler.slots * (sampler.max_prompt_tokens + sampler.max_new_tokens) / count
+        need = {"learner": actor.parameters * OPTIMISER_BYTES / count,
+                "sampler": actor.parameters * actor.bytes / assumed.tensor_parallel.get(name, 1) + cached,
+                "reward": shape(assumed.reward_model).parameters * 2 if assumed.reward_model else 0.0,
+                "reference": actor.parameters * actor.bytes if experiment.algorithm.kl_coef else 0.0}  # fmt: skip
         found[f"memory_{name}"] = sum(need[role] for role in roles)
     kept = CHECKPOINTS_KEPT if experiment.schedule.checkpoint_every else 0
     found["disk"] = shape(assumed.actor).parameters * (2 + 12 * kept)  # the final policy; float32 weights and two moments per checkpoint

@@ -40,7 +40,7 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
     assumed = Assumptions(
         hardware="cpu",
         actor=first.model.path.removeprefix("asset:"),
-        reward=first.reward.path.removeprefix("asset:") if first.reward.path else None,
+        reward_model=first.reward.path.removeprefix("asset:") if first.reward.path else None,
         devices=dict.fromkeys(["a", "b"], 1),
         lengths=Lengths(prompt=prompt, observed=tuple(np.concatenate(metrics["rollout/lengths"].dropna().tolist()).astype(int).tolist())),
     )

@@ -142,11 +142,9 @@ class Group:
         optimiser = steps * UPDATE_TRAFFIC * self.shape.parameters / (self.devices * h.bandwidth * h.bandwidth_efficiency)
         return max(arithmetic, collective) + optimiser + passes * h.pass_overhead
 
-    def transfer(self, across_nodes: bool = False) -> float:
+    def transfer(self) -> float:
         """Seconds to bring new weights to every replica, each device taking its part."""
-        h = self.hardware
-        rate = h.network if across_nodes or self.devices > h.node else h.link
-        return self.shape.bytes * self.shape.parameters / (self.tensor_parallel * rate) + h.pass_overhead
+        return self.shape.bytes * self.shape.parameters / (self.tensor_parallel * self._slowest(self.devices)) + self.hardware.pass_overhead
 
     def _reduce(self, rows: np.ndarray | float) -> np.ndarray | float:
         """Two ring all-reduces of the hidden states per layer under tensor parallelism."""

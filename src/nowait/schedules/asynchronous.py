@@ -71,11 +71,17 @@ class _Run:
 
     async def next_batch(self, step: int) -> list[int]:
         """Waits for the batch or for the rollout loop's failure, and raises the latter's error."""
-        await self.until(lambda: self.rollout.done() or self.batch(step) is not None)
+        ids = None
+
+        def ready() -> bool:
+            nonlocal ids
+            ids = self.batch(step)
+            return ids is not None or self.rollout.done()
+
+        await self.until(ready)
         if self.rollout.done():
             self.rollout.result()
             raise RuntimeError(f"step {step}: the rollout loop ended early")
-        ids = self.batch(step)
         taken = set(ids)
         self.finished = [r for r in self.finished if r not in taken]
         return ids

@@ -16,7 +16,7 @@ from nowait.batch import RUNNING, STOP, Batch, Request, Segments, Weights
 from nowait.config import AboveZero, Fraction, NonNegative, Positive
 from nowait.runtime.hardware import Group
 
-PIECE = 32  # tokens; fewer pieces than tokens, for speed
+PIECE = 8  # tokens; fewer pieces than tokens, for speed
 
 
 @dataclass(frozen=True)
