@@ -307,7 +307,7 @@ def test_step_latency_over_chunk_size_is_a_mean_over_seeds():
 
 def test_the_table_of_speedups_has_published_columns_before_measured_ones():
     rows = oppo_figures.speedups_markdown(oppo.speedups(runs_frame(sequential=[1.0, 1.2], both=[0.5, 0.4]))).splitlines()
-    assert rows[3] == f"| {TASK} | both | 1.90x | 2300 | 1.83x | 0.450 | 2.50x | 0.50 | 4.5 | 2.50x | 0.50 | 2.00x | 0.42x | 0.25 | 2 |"
+    assert rows[3] == f"| {TASK} | both | 1.90x | 2300 | 1.83x | – | 0.450 | 2.50x | 0.50 | 4.5 | 2.50x | 0.50 | 2.00x | 0.42x | 0.25 | 2 |"
 
 
 def verdict(name: str, frames: dict[str, pd.DataFrame]) -> str:

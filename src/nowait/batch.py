@@ -253,7 +253,7 @@ class Rollouts:
             sequence = self._sequences[sid]
             sequence.token, sequence.logp, sequence.version = ([state[k][span]] for k in ("token", "logp", "version"))
             sequence.finish = int(state["finish"][i])
-            self.tokens += span.stop - span.start
+            self.tokens += int(span.stop - span.start)
             self.oldest[sid // self.n] = min(int(state["version"][span.start]), self.oldest.get(sid // self.n, np.iinfo(np.int32).max))
 
 
