@@ -17,6 +17,7 @@ from nowait.config import AboveZero, Fraction, NonNegative, Positive
 from nowait.runtime.hardware import Group
 
 PIECE = 8  # tokens; fewer pieces than tokens, for speed
+PIECES = 64  # of a request and round at most, or they hold more tokens: memory, where rounds are long
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,10 @@ class SimulatedSampler:
 
 def _pieces(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Offsets [n + 1] and values, full pieces before the rest, of `tokens` [n] >= 1."""
-    offset = np.concatenate([[0], np.cumsum(-(-tokens // PIECE))])
-    pieces = np.full(offset[-1], PIECE, np.int32)
-    pieces[offset[1:] - 1] = (tokens - 1) % PIECE + 1
+    size = max(PIECE, math.ceil(tokens.max(initial=0) / PIECES))
+    offset = np.concatenate([[0], np.cumsum(-(-tokens // size))])
+    pieces = np.full(offset[-1], size, np.int32)
+    pieces[offset[1:] - 1] = (tokens - 1) % size + 1
     return offset, pieces
 
 
