@@ -20,6 +20,7 @@ from nowait import bench, runs, study
 from nowait.analysis import figures, tables
 from nowait.config import digest, load
 from nowait.config_files import ConfigError
+from nowait.identity import SIMULATED, code_digest
 
 ROOT = Path(__file__).parents[1]
 FIGURES = {  # notebook: what it saves
@@ -42,7 +43,10 @@ FIGURES = {  # notebook: what it saves
     "oppo/09_deferrals": ["oppo_deferrals.png"],
     "oppo/10_quality": ["oppo_quality.md"],
     "oppo/11_grpo": ["oppo_grpo.png"],
+    "beyond/02_systems": ["simulated_systems.png", "simulated_systems_table.md"],
+    "beyond/03_scale": ["simulated_scale.png", *(f"simulated_scale_{name}.png" for name in ("size", "work", "overlap", "hours"))],
 }
+SIMULATED_ONLY = {"beyond/02_systems", "beyond/03_scale"}  # no run or bench behind them
 ASYNCHRONOUS = {"recompute", "loglinear", "behave", "linear", "reuse"}
 # one setup with two benchmarks, so that all notebooks share the same few runs
 SETS = "{longer: {name: arithmetic, options: {operand_cap: 14}}, longest: {name: arithmetic, options: {operand_cap: 15}}}"
@@ -94,8 +98,10 @@ def test_a_notebook_runs_alone_saves_its_figures_with_data_and_provenance_and_lo
     for name in FIGURES[stem]:
         path = place / "figures" / name
         record, data = provenance(path), path.with_suffix(".csv").read_bytes()
-        assert record["data"] == hashlib.sha256(data).hexdigest() and record["code"] == [runs.code_digest()]
-        assert record["seeds"] and all(config.split("/")[-2] in ("setup1", "stackexchange_7b") for config in record["config"])
+        simulated = stem in SIMULATED_ONLY
+        assert record["data"] == hashlib.sha256(data).hexdigest()
+        assert record["code"] == [code_digest(SIMULATED) if simulated else runs.code_digest()] and bool(record["seeds"]) != simulated
+        assert all(config.split("/")[-2] in ("setup1", "stackexchange_7b") for config in record["config"])
         assert set(pd.read_csv(path.with_suffix(".csv")).get("scale", ["smoke"])) == {"smoke"}
         assert list((place / "runs" / "figures-wandb" / path.stem).glob("wandb/offline-run-*/*.wandb")), "not mirrored to wandb"
 
@@ -373,19 +379,18 @@ def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_
 
 @pytest.mark.parametrize(("change", "where"), [
     ({}, "figures"),
-    ({"scale": "cpu"}, "runs/figures-own"),
     ({"scale": "smoke"}, "runs/figures-own"),
     ({"knobs": {"eta": 4}}, "runs/figures-own"),
     ({"overrides": ["lengths.median=99"]}, "runs/figures-own"),
 ])  # fmt: skip
-def test_a_simulated_figure_is_the_reproductions_at_scale_paper_and_names_what_was_assumed(monkeypatch, tmp_path, change, where):
+def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assumed(monkeypatch, tmp_path, change, where):
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
     for name in ("FIGURES", "RUNS"):
         monkeypatch.delenv(f"NOWAIT_{name}", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": "model", "scale": "paper"})
-    plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "paper", [1], [], False, {})
+    plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "cpu", [1], [], False, {})
     chosen = replace(plain, **change)
     shown = study.publish(chosen, "a3po_proximal_seconds", frame)
     record = figures.read_provenance(shown)

@@ -58,7 +58,9 @@ def shipped(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def assumed(lengths: Lengths = LENGTHS, reward_model: str | None = None, devices: str = "ab", rewards: RewardCurve | None = None, **calibration: float):
+def assumed(
+    lengths: Lengths = LENGTHS, reward_model: str | None = None, devices: str = "ab", rewards: RewardCurve | None = None, **calibration: float
+):
     return Assumptions(hardware="toy", actor="toy", reward_model=reward_model, devices=dict.fromkeys(devices, 1), lengths=lengths,
                        rewards=rewards or RewardCurve(), calibration=Calibration(**calibration))  # fmt: skip
 

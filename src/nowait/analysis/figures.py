@@ -19,7 +19,7 @@ from matplotlib.ticker import LogFormatter
 from PIL import Image
 
 from nowait import published
-from nowait.analysis import oppo_figures, simulated_figures
+from nowait.analysis import oppo_figures, simulated_figures, studies_figures
 from nowait.analysis.drawing import curve, finish, measured_curves, ordered, seeds, setup_name, styled
 from nowait.analysis.tables import TABLES as A3PO_TABLES
 
@@ -111,11 +111,13 @@ PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "a3po_entropy": entropy,
     **oppo_figures.PLOTS,
     **simulated_figures.PLOTS,
+    **studies_figures.PLOTS,
 }
 TABLES = {
     **A3PO_TABLES,
     **oppo_figures.TABLES,
     **simulated_figures.TABLES,
+    **studies_figures.TABLES,
 }  # Markdown
 
 
