@@ -20,7 +20,7 @@ OUTCOMES = {  # column: label, factor, format
     "seconds_per_step": ("seconds per step", 1, "{:.0f}"),
     "busy_frac": ("devices busy, %", 100, "{:.0f}"),
     "occupancy": ("slots in use, %", 100, "{:.0f}"),
-    "mean_staleness": ("mean staleness, steps", 1, "{:.2f}"),
+    "mean_staleness": ("mean staleness", 1, "{:.2f}"),
 }
 
 

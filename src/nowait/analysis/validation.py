@@ -17,6 +17,7 @@ STAGES = {
     "update": ("update",),
     "score": ("reward", "reference"),
 }  # of each factor
+STEPS = 100  # many: with a long tail the mean of a few steps is luck, on either side
 COLUMNS = {"generate": ("generate", "sampler_s"), "forward": ("forward", "forward_s"), "update": ("train", "update_s")}  # stage: names in the benches
 
 
@@ -44,16 +45,20 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
         devices=dict.fromkeys(["a", "b"], 1),
         lengths=Lengths(prompt=prompt, observed=tuple(np.concatenate(metrics["rollout/lengths"].dropna().tolist()).astype(int).tolist())),
     )
-    simulated = {method: simulate(experiment, assumed, steps=12).summary(2) for method, experiment in experiments.items()}
+    simulated = {method: _summary(experiment, assumed) for method, experiment in experiments.items()}
     given, unit = (rows[name] | {"forward": max(row["forward"] for row in rows.values())} for rows in (seconds, simulated))
     factors = {factor: sum(given[s] for s in parts) / total for factor, parts in STAGES.items() if (total := sum(unit[s] for s in parts))}
     calibrated = assumed.model_copy(update={"calibration": Calibration(**factors)})
     rows = []
     for method, experiment in experiments.items():
-        found = simulate(experiment, calibrated, steps=40).summary(experiment.schedule.max_staleness + 2)["seconds_per_step"]
+        found = _summary(experiment, calibrated)["seconds_per_step"]
         step = seconds[method]["step"]
         rows.append((setup(experiment.name), method, step, found, "fitted" if method == name else "predicted", found / step - 1))
     return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error"])
+
+
+def _summary(experiment: Experiment, assumed: Assumptions) -> dict[str, float]:
+    return simulate(experiment, assumed, STEPS).summary(experiment.schedule.max_staleness + 2)
 
 
 def validation_markdown(frame: pd.DataFrame) -> str:
