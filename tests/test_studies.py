@@ -91,5 +91,5 @@ def test_figures_show_what_does_not_fit_the_line_and_device_hours():
 
 def test_long_rounds_come_in_longer_pieces():
     offset, pieces = simulated._pieces(np.array([1000, 20]))
-    assert offset.tolist() == [0, 63, 65] and pieces.tolist() == [*[16] * 62, 8, 16, 4]  # 1,000 tokens in 64 pieces at most
+    assert offset.tolist() == [0, 32, 33] and pieces.tolist() == [*[32] * 31, 8, 20]  # 1,000 tokens in 32 pieces at most
     assert simulated._pieces(np.array([20]))[1].tolist() == [8, 8, 4]

@@ -17,7 +17,7 @@ from nowait.config import AboveZero, Fraction, NonNegative, Positive
 from nowait.runtime.hardware import Group
 
 PIECE = 8  # tokens; fewer pieces than tokens, for speed
-PIECES = 64  # of a request and round at most, or they hold more tokens: memory, where rounds are long
+PIECES = 32  # of a request and round at most, or they hold more tokens: memory, where rounds are long
 
 
 @dataclass(frozen=True)
