@@ -31,7 +31,7 @@ def measured(bench: dict) -> dict[str, dict[str, float]]:
     return found
 
 
-def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, float]], metrics: pd.DataFrame) -> pd.DataFrame:
+def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, float]], metrics: pd.DataFrame, steps: int = STEPS) -> pd.DataFrame:
     """Seconds per step of every method, measured (`seconds`) and predicted. Fitted: the first method's stages, and the forward pass before an update.
 
     metrics: of a run of the first method, whose response lengths are drawn from.
@@ -45,20 +45,20 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
         devices=dict.fromkeys(["a", "b"], 1),
         lengths=Lengths(prompt=prompt, observed=tuple(np.concatenate(metrics["rollout/lengths"].dropna().tolist()).astype(int).tolist())),
     )
-    simulated = {method: _summary(experiment, assumed) for method, experiment in experiments.items()}
+    simulated = {method: _summary(experiment, assumed, steps) for method, experiment in experiments.items()}
     given, unit = (rows[name] | {"forward": max(row["forward"] for row in rows.values())} for rows in (seconds, simulated))
     factors = {factor: sum(given[s] for s in parts) / total for factor, parts in STAGES.items() if (total := sum(unit[s] for s in parts))}
     calibrated = assumed.model_copy(update={"calibration": Calibration(**factors)})
     rows = []
     for method, experiment in experiments.items():
-        found = _summary(experiment, calibrated)["seconds_per_step"]
+        found = _summary(experiment, calibrated, steps)["seconds_per_step"]
         step = seconds[method]["step"]
         rows.append((setup(experiment.name), method, step, found, "fitted" if method == name else "predicted", found / step - 1))
     return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error"])
 
 
-def _summary(experiment: Experiment, assumed: Assumptions) -> dict[str, float]:
-    return simulate(experiment, assumed, STEPS).summary(experiment.schedule.max_staleness + 2)
+def _summary(experiment: Experiment, assumed: Assumptions, steps: int) -> dict[str, float]:
+    return simulate(experiment, assumed, steps).summary(experiment.schedule.max_staleness + 2)
 
 
 def validation_markdown(frame: pd.DataFrame) -> str:
