@@ -131,6 +131,8 @@ def test_a_plan_multiplies_steps_by_seconds_and_devices(capsys):
         (["simulate", "a3po/setup2", "--hardware", "h100"], "hardware/h100: path: no such file or shipped config"),
         (["simulate", "a3po/setup2", "--set", "actor=gpt"], "gpt: no such model; there are"),
         (["simulate", "a3po/setup9"], "setup9"),
+        (["simulate", "mine/setup1"], "no setup of a paper; it begins with a3po/ or oppo/"),
+        (["plan", "mine/setup1"], "no setup of a paper"),
     ],
 )
 def test_what_cannot_be_simulated_ends_in_one_message(arguments, said, capsys):

@@ -32,6 +32,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or a s
 Scale = Annotated[str, typer.Option(help="a scale of the config, or paper")]
 NoWandb = Annotated[bool, typer.Option("--no-wandb", help="do not mirror metrics to Weights & Biases")]
 Run = Annotated[str, typer.Argument(metavar="RUN")]
+Preset = Annotated[str | None, typer.Option("--hardware", help="a preset of paper_configs/hardware; by default the assumed one")]
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; repeatable")]
 
 
@@ -263,7 +264,7 @@ def bench(
 @app.command()
 def simulate(
     config: Annotated[str, typer.Argument(help="a shipped setup, such as a3po/setup2")],
-    hardware: Annotated[str | None, typer.Option(help="a preset of paper_configs/hardware; by default the assumed one")] = None,
+    hardware: Preset = None,
     setting: Setting = None,
     steps: Annotated[int, typer.Option(min=12, help="simulated training steps")] = 40,
     trace: Annotated[Path | None, typer.Option(help="folder for a trace of each method, for Perfetto")] = None,
@@ -273,7 +274,7 @@ def simulate(
     """A setup's methods on the paper's hardware, in simulated seconds. --set takes keys of the config and of paper_configs/simulation."""
     from nowait import simulate
 
-    overrides = [*([f"hardware={hardware}"] if hardware else []), *(setting or [])]
+    overrides = _assuming(hardware, setting)
     if fit:
         return print(simulate.fit(config, overrides).model_dump_json())
     found = simulate.compare(config, overrides, steps)
@@ -291,16 +292,18 @@ def simulate(
 def plan(
     config: Annotated[str, typer.Argument(help="a shipped setup, such as a3po/setup2")],
     method: Annotated[str | None, typer.Option(help="by default the paper's own")] = None,
-    hardware: Annotated[str | None, typer.Option(help="a preset of paper_configs/hardware; by default the assumed one")] = None,
+    hardware: Preset = None,
     setting: Setting = None,
 ) -> None:
     """What a run at the paper's scale will take, before anything starts: minutes, device-hours, memory and disk, as simulated."""
     from nowait import simulate
 
-    paper = config.partition("/")[0]
-    found = simulate.plan(config, method or simulate.METHODS[paper][-1], [*([f"hardware={hardware}"] if hardware else []), *(setting or [])])
-    for name, value in found.items():
+    for name, value in simulate.plan(config, method, _assuming(hardware, setting)).items():
         print(f"{name}: {value / 1e9:.3g} GB" if name.startswith(("memory", "disk")) else f"{name}: {value:.4g}")
+
+
+def _assuming(hardware: str | None, setting: list[str] | None) -> list[str]:
+    return [*([f"hardware={hardware}"] if hardware else []), *(setting or [])]
 
 
 @app.command()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from nowait import config as configs
@@ -24,17 +23,14 @@ from nowait import published
 from nowait.batch import Segments, Weights
 from nowait.config import Experiment, Model, NonNegative, Positive
 from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
+from nowait.runs import CHECKPOINTS_KEPT
 from nowait.runtime.device import Device, InlineExecutor, ModelClock, event_loop
 from nowait.runtime.hardware import OPTIMISER_BYTES, Group, Hardware, Shape
 from nowait.runtime.timeline import Timeline
-from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Call, Crew, max_in_flight
-from nowait.schedules.overlapped import overlapped
-from nowait.schedules.synchronous import synchronous
+from nowait.training import SCHEDULES
 from nowait.workers.simulated import Lengths, RewardCurve, SimulatedLearner, SimulatedPrompts, SimulatedReader, SimulatedSampler, World
 
-SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
-CHECKPOINTS_KEPT = 2
 METHODS = {"a3po": ("sync", "sync_colocated", "recompute", "loglinear"), "oppo": ("sequential", "intra", "inter", "both")}
 
 
@@ -102,6 +98,13 @@ class _Crew(Crew):
         return segments
 
 
+def methods(config: str) -> tuple[str, ...]:
+    """The methods of a setup's paper, its baseline first and its own last. Raises ConfigError for a config of neither paper."""
+    if (paper := config.partition("/")[0]) not in METHODS:
+        raise ConfigError([Problem("config", "no setup of a paper", f"it begins with {' or '.join(f'{name}/' for name in METHODS)}")], config)
+    return METHODS[paper]
+
+
 def load(config: str, method: str, overrides: Iterable[str] = ()) -> tuple[Experiment, Assumptions]:
     """A shipped setup at the paper's scale and what is assumed about it; an override's first word says to which of the two it belongs."""
     own = [o for o in overrides if o.split("=")[0].split(".")[0] in Assumptions.model_fields]
@@ -113,7 +116,7 @@ def assumptions(config: str, overrides: Iterable[str] = ()) -> Assumptions:
     """Those of a shipped setup, such as oppo/stackexchange_7b, with `key=value` overrides applied. Raises ConfigError."""
     paper, _, setup = config.partition("/")
     file = find(f"simulation/{paper}")
-    every = yaml.safe_load(file.read_text())
+    every = read(file)
     if setup not in every:
         raise ConfigError([Problem(setup, "nothing is assumed about this setup", f"it has {', '.join(every)}")], file)
     layers = Layers(())
@@ -276,19 +279,20 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
 def compare(config: str, overrides: Iterable[str] = (), steps: int = 40) -> dict[str, dict[str, float]]:
     """The methods of a setup's paper: seconds per step (with evaluations), speed-up over the first one, and the summary of each."""
     found: dict[str, dict[str, float]] = {}
-    for method in METHODS[config.partition("/")[0]]:
+    for method in methods(config):
         seconds, rest = seconds_per_step(*load(config, method, overrides), steps)
         base = next(iter(found.values()))["seconds_per_step"] if found else seconds
         found[method] = rest | {"seconds_per_step": seconds, "speedup": base / seconds}
     return found
 
 
-def plan(config: str, method: str, overrides: Iterable[str] = ()) -> dict[str, float]:
-    """What a run will take: minutes, device-hours, bytes of memory of each device (weights, gradients and optimiser; keys and values) and of disk.
+def plan(config: str, method: str | None = None, overrides: Iterable[str] = ()) -> dict[str, float]:
+    """What a run of a method (default: the paper's own) will take: minutes, device-hours, bytes of memory of each device (weights, gradients and
+    optimiser; keys and values) and of disk.
 
     Raises DoesNotFit where the memory does not suffice.
     """
-    experiment, assumed = load(config, method, overrides)
+    experiment, assumed = load(config, method or methods(config)[-1], overrides)
     seconds, _ = seconds_per_step(experiment, assumed)
     total, devices = seconds * experiment.schedule.steps, sum(assumed.devices.values())
     found = {"minutes": total / 60, "device_hours": total * devices / 3600}

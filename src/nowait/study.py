@@ -230,7 +230,7 @@ def simulated(plan: Plan) -> dict:
     """Provenance of what is simulated at the paper's scale: no run, the simulator's code, and a digest of all that it is told about a config."""
     config = {}
     for name in plan.configs:
-        method = simulate.METHODS[name.partition("/")[0]][-1]
+        method = simulate.methods(name)[-1]
         experiment, assumed = simulate.load(name, method, plan.overrides)
         files = [find(file).read_text() for file in (f"hardware/{assumed.hardware}", "simulation/models")]
         told = [experiment.model_dump(mode="json"), assumed.model_dump(mode="json"), files, plan.knobs, plan.seeds]

@@ -10,8 +10,7 @@ import pandas as pd
 
 from nowait import published
 from nowait.analysis.tables import markdown, rounded
-from nowait.analysis.tables import setup as setup_of
-from nowait.simulate import Calibration, assumptions, compare, fit, load, simulate
+from nowait.simulate import Calibration, assumptions, compare, fit
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
 FITTED_TASK = "stackexchange_7b"  # of OPPO; its factor serves all tasks
@@ -48,19 +47,6 @@ def beside(frame: pd.DataFrame, paper: str) -> pd.DataFrame:
     names = {"simulated_seconds_per_step": "seconds_per_step", "simulated_speedup": "speedup", "simulated_utilisation": "busy_frac"}
     rows = [found.get(setup, {}).get(method, {}) for setup, method in zip(frame["setup"], frame["method"], strict=True)]
     return rounded(frame.assign(**{shown: [row.get(name, np.nan) for row in rows] for shown, name in names.items()}))
-
-
-def chunk_sizes(config: str, sizes: Iterable[int], steps: int = 24) -> pd.DataFrame:
-    """Seconds per step of OPPO with a fixed Δ over the tokens of a decode round; the frozen models on a device of their own, or beside the actor's
-    calls on all devices, where calls that overlap each take half as long again (an assumption)."""
-    shared = ["runtime.placement={a: [sampler, learner, reward, reference]}", "devices={a: 8}", "lanes=3", "contention=1.5"]
-    rows = []
-    for place, more in (("own device", []), ("shared devices", shared)):
-        for size in sizes:
-            fixed = ["overlap.rule=fixed", "overlap.chunk_candidates=[]", f"sampler.chunk={size}"]
-            found = simulate(*load(config, "both", [*fixed, *more]), steps).summary(4)
-            rows.append((setup_of(config), place, size, found["seconds_per_step"]))
-    return rounded(pd.DataFrame(rows, columns=["setup", "place", "chunk", "seconds_per_step"]))
 
 
 def saving(frame: pd.DataFrame) -> pd.DataFrame:

@@ -48,18 +48,5 @@ def here(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-@styled
-def chunk_size(frame: pd.DataFrame) -> Figure:
-    """Simulated seconds per step over the tokens of a decode round, by where the frozen models live (columns of `simulated.chunk_sizes`)."""
-    figure = Figure(figsize=(6, 3.8), layout="constrained")
-    ax = figure.subplots()
-    for (place, own), (colour, marker) in zip(frame.groupby("place", sort=False), (("#009E73", "s"), ("#0072B2", "o")), strict=False):
-        ax.plot(own["chunk"], own["seconds_per_step"], color=colour, marker=marker, label=f"frozen models: {place}")
-    ax.set(xscale="log", xlabel="tokens per decode round", ylabel="seconds per training step", title="simulated, assumed hardware")
-    ax.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
-PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {"simulated_speedups": speedups, "simulated_here": here, "simulated_chunk_size": chunk_size}
+PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {"simulated_speedups": speedups, "simulated_here": here}
 TABLES: dict[str, Callable[[pd.DataFrame], str]] = {f"simulated_{paper}": simulated_markdown for paper in ("a3po", "oppo")}

@@ -35,11 +35,10 @@ def systems(config: str, overrides: Iterable[str] = (), seeds: Iterable[int] = (
     """
     experiment, assumed = simulate.load(config, "sequential", [*FIXED, *overrides])
     total, longest = sum(assumed.devices.values()), experiment.sampler.max_new_tokens
-    everything = ["runtime.placement={a: [sampler, learner, reward, reference]}", f"devices={{a: {total}}}"]
     two = [f"devices={{a: {total - 2}, b: 2}}", "tensor_parallel={b: 2}"]
     ours = {
         "sequential": ("sequential", []),
-        "synchronous, colocated": ("sequential", everything),
+        "synchronous, colocated": ("sequential", _together(total)),
         "B + 4": ("inter", ["overlap.delta=4"]),
         "B + 8": ("inter", ["overlap.delta=8"]),
         "intra, whole responses": ("intra", [f"sampler.chunk={longest}"]),
@@ -61,6 +60,23 @@ def systems(config: str, overrides: Iterable[str] = (), seeds: Iterable[int] = (
     known = {"both": f"{facts['oppo']}", "synchronous, colocated": f"{low} to {high}"}
     frame = rounded(pd.DataFrame(rows))
     return frame.assign(published=frame["system"].map(known), setup=setup(config))
+
+
+def chunk_sizes(config: str, sizes: Iterable[int], steps: int = 24) -> pd.DataFrame:
+    """Seconds per step of OPPO with a fixed Δ over the tokens of a decode round; the frozen models on a device of their own, or beside the actor's
+    calls on all devices, where calls that overlap each take half as long again (an assumption)."""
+    total = sum(simulate.assumptions(config).devices.values())
+    rows = []
+    for place, more in (("own device", []), ("shared devices", [*_together(total), "lanes=3", "contention=1.5"])):
+        for size in sizes:
+            found = simulate.simulate(*simulate.load(config, "both", [*FIXED, f"sampler.chunk={size}", *more]), steps).summary(4)
+            rows.append((setup(config), place, size, found["seconds_per_step"]))
+    return rounded(pd.DataFrame(rows, columns=["setup", "place", "chunk", "seconds_per_step"]))
+
+
+def _together(total: int) -> list[str]:
+    """Overrides that put all models on all devices."""
+    return ["runtime.placement={a: [sampler, learner, reward, reference]}", f"devices={{a: {total}}}"]
 
 
 def _asynchronous(experiment: Experiment, assumed: Assumptions, eta: int, a: int, b: int) -> Setup:

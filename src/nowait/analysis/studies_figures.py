@@ -20,7 +20,7 @@ OUTCOMES = {  # column: label, factor, format
     "seconds_per_step": ("seconds per step", 1, "{:.0f}"),
     "busy_frac": ("devices busy, %", 100, "{:.0f}"),
     "occupancy": ("slots in use, %", 100, "{:.0f}"),
-    "mean_staleness": ("mean staleness", 1, "{:.2f}"),
+    "mean_staleness": ("staleness, steps", 1, "{:.2f}"),
 }
 
 
@@ -125,6 +125,19 @@ def systems_markdown(frame: pd.DataFrame) -> str:
     return f"{markdown(shown, columns)}\n{note}\n"
 
 
+@styled
+def chunk_size(frame: pd.DataFrame) -> Figure:
+    """Simulated seconds per step over the tokens of a decode round, by where the frozen models live (columns of `studies.chunk_sizes`)."""
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    ax = figure.subplots()
+    for (place, own), (colour, marker) in zip(frame.groupby("place", sort=False), (("#009E73", "s"), ("#0072B2", "o")), strict=False):
+        ax.plot(own["chunk"], own["seconds_per_step"], color=colour, marker=marker, label=f"frozen models: {place}")
+    ax.set(xscale="log", xlabel="tokens per decode round", ylabel="seconds per training step", title="simulated, assumed hardware")
+    ax.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
 PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "simulated_systems": systems,
     "simulated_scale_size": maps,
@@ -132,5 +145,6 @@ PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "simulated_scale_overlap": gains,
     "simulated_scale": gains,
     "simulated_scale_hours": hours,
+    "simulated_chunk_size": chunk_size,
 }
 TABLES = {"simulated_systems_table": systems_markdown}

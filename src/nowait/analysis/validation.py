@@ -36,7 +36,8 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
 
     metrics: of a run of the first method, whose response lengths are drawn from.
     """
-    (name, first), task = next(iter(experiments.items())), tasks.load(next(iter(experiments.values())).task)
+    name, first = next(iter(experiments.items()))
+    task = tasks.load(first.task)
     prompt = int(np.mean([len(task.prompt("train", row)) for row in range(256)]))  # characters, which are tokens in the embedded task
     assumed = Assumptions(
         hardware="cpu",

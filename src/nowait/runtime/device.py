@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 
 from nowait.runtime.clock import VirtualTimeLoop
 from nowait.runtime.timeline import Timeline
@@ -180,19 +181,13 @@ class Device:
 
     async def run(self, name: str, method: str, *args):
         """Result of worker.method(*args). Raises the worker's own error, or `DeviceFailed` if its process died."""
-        if self._lanes == 1:
-            async with self._turn:
-                return await self._call(name, method, args)
-        async with self._own[name], self._turn:
-            return await self._call(name, method, args)
-
-    async def _call(self, name: str, method: str, args: tuple):
-        with self._timeline.call(self.name, name, method, asyncio.get_running_loop().time):
-            result, measured = await self._result(f"running {name}.{method}", "call", name, method, args, self._clock.timed)
-            if self._clock.virtual:
-                seconds = self._clock.seconds(name, method, args, result, measured)
-                await (asyncio.sleep(seconds) if self._lanes == 1 else self._share(seconds))
-        return result
+        async with self._own[name] if self._lanes > 1 else nullcontext(), self._turn:
+            with self._timeline.call(self.name, name, method, asyncio.get_running_loop().time):
+                result, measured = await self._result(f"running {name}.{method}", "call", name, method, args, self._clock.timed)
+                if self._clock.virtual:
+                    seconds = self._clock.seconds(name, method, args, result, measured)
+                    await (asyncio.sleep(seconds) if self._lanes == 1 else self._share(seconds))
+            return result
 
     async def _share(self, seconds: float) -> None:
         """Let time pass that is worth `seconds` of a device of one's own."""

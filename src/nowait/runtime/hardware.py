@@ -38,7 +38,7 @@ class Hardware:
     decode_overhead: float  # seconds per decode step, whatever the batch: launches, scheduling, sampling
     pass_overhead: float  # seconds per call of any other kind
 
-    __pydantic_config__ = {"extra": "forbid", "strict": False}
+    __pydantic_config__ = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,14 +62,21 @@ class HFLearner:
         groups = [{"params": list(m.parameters()), "full_lr": (rates or {}).get(name, c.lr)} for name, m in modules.items()]
         self._optimizer = torch.optim.AdamW(groups, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
 
-    @torch.no_grad()
     def logp(self, batch: Batch) -> np.ndarray:
         """Log-probs [S, T] of the response tokens under the current weights; 0 on padding."""
-        out = np.zeros(batch.token.shape, np.float32)
+        (logp,) = self._read(batch, lambda part: self._logp(part, self._states(self.model, part), with_entropy=False)[:1])
+        return logp
+
+    @torch.no_grad()
+    def _read(self, batch: Batch, read: Callable[[Batch], Sequence[torch.Tensor]]) -> list[np.ndarray]:
+        """What `read` finds in every micro-batch, a value per token [rows, T] or per sequence [rows], for the whole batch; 0 on padding."""
+        found: list[np.ndarray] = []
         for rows in self._micro_batches(batch, np.arange(len(batch))):
-            part = batch.rows(rows)
-            out[rows, : part.token.shape[1]] = self._logp(part, self._states(self.model, part), with_entropy=False)[0].numpy()
-        return out
+            columns = read(part := batch.rows(rows))
+            found = found or [np.zeros(batch.token.shape[: column.ndim], np.float32) for column in columns]
+            for whole, column in zip(found, columns, strict=True):
+                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.numpy()
+        return found
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
         """One training step: advantages, then epochs of minibatches, one optimiser step each. Raises FloatingPointError on NaN, naming the step.

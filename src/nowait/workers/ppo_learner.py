@@ -57,22 +57,27 @@ class PPOLearner(HFLearner):
             torch.nn.init.zeros_(parameter)
         backbone = {} if critic.shared else {"critic": self._backbone}
         rate = learner.lr if critic.lr is None else critic.lr
-        self._known: tuple[Batch, list[np.ndarray]] | None = None  # values of a batch under the current weights
+        self._known: tuple[Batch, tuple[np.ndarray, ...]] | None = None  # values of a batch under the current weights
         self._train(self._trained | backbone | {"value_head": self._value_head}, {"critic": rate, "value_head": rate})
 
     def logp(self, batch: Batch) -> np.ndarray:
         """As HFLearner's. With a shared backbone this forward pass gives the values as well, which are kept for `values` of the same batch."""
         if self._backbone is not self.model:
             return super().logp(batch)
-        logp, *values = self._read(batch, with_logp=True)
-        self._known = batch, values
+
+        def both(part: Batch) -> tuple[torch.Tensor, ...]:
+            states = self._states(self.model, part)
+            return *self._logp(part, states, with_entropy=False)[:1], *self._values(part, states)
+
+        logp, *values = self._read(batch, both)
+        self._known = batch, tuple(values)
         return logp
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """V(prefix before token t) [S, T], 0 on padding, and V(whole response) [S], float32, under the current weights."""
         if self._known and all(np.array_equal(getattr(batch, name), getattr(self._known[0], name)) for name in ("prompt", "token", "length")):
             return self._known[1]
-        return self._read(batch, with_logp=False)[1:]
+        return tuple(self._read(batch, lambda part: self._values(part, self._states(self._backbone, part))))
 
     def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
         self._known = None
@@ -112,18 +117,6 @@ class PPOLearner(HFLearner):
             mask = torch.from_numpy(part.mask)
             error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
         return loss + a.value_coef * error, stats | more
-
-    @torch.no_grad()
-    def _read(self, batch: Batch, with_logp: bool) -> list[np.ndarray]:
-        """Log-probs [S, T] (0 unless asked for, by a shared backbone), values [S, T] and last values [S]."""
-        logp, values, last = np.zeros(batch.token.shape, np.float32), np.zeros(batch.token.shape, np.float32), np.zeros(len(batch), np.float32)
-        for rows in self._micro_batches(batch, np.arange(len(batch))):
-            part = batch.rows(rows)
-            states, width = self._states(self._backbone, part), part.token.shape[1]
-            values[rows, :width], last[rows] = (x.numpy() for x in self._values(part, states))
-            if with_logp:
-                logp[rows, :width] = self._logp(part, states, with_entropy=False)[0].numpy()
-        return [logp, values, last]
 
     def _values(self, batch: Batch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """values [S, T], 0 on padding, and last [S], read from hidden states [S, W, H] at the places where log-probs are read."""

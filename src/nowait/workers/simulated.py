@@ -187,7 +187,6 @@ class SimulatedLearner:
                  forward: float = 1.0, update: float = 1.0) -> None:  # fmt: skip
         self.world, self.group, self.minibatches, self.epochs, self._recompute = world, group, minibatches, epochs, recompute
         self._micro, self._forward, self._update, self.version = micro_batch_tokens, forward, update, 0
-        self._lengths = np.zeros(0)
 
     def logp(self, batch: Batch) -> None:
         lengths = self.world.whole(batch.group)
