@@ -3,6 +3,7 @@ PAPER ?= all
 SCALE ?= cpu
 SEEDS ?= 1
 VENV ?= .venv
+EXTRAS ?= dev
 PYTHON ?= python3.11 python3.12 python3.13 python3
 
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  test -n "$$found" || { echo 'Python 3.11 or newer was not found. Install it, or say where it is: make PYTHON=/path/to/python3 ...' >&2; exit 1; }; \
 	  $$found -m venv $(VENV) || { echo "$$found cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	}
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]' -c constraints.txt
 	@touch $@
 
 reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/report.md; PAPER=all SCALE=cpu SEEDS=1

@@ -330,9 +330,11 @@ def test_unknown_names_list_what_exists():
     assert "a3po/setup1, a3po/setup2" in message("nonsense")
 
 
-def test_tasks_of_a_later_version_pass_at_paper_scale_only():
+def test_tasks_are_known_and_their_options_judged_at_every_scale():
     assert load("a3po/setup1", "paper").task.name == "gsm8k"
-    assert "task.name: unknown task 'gsm8k'" in message("a3po/setup1", overrides=["task={name: gsm8k}"])
+    assert load("a3po/setup1", overrides=["task={name: gsm8k, options: {path: my.jsonl}}"]).task.options["path"] == "my.jsonl"
+    assert "task.name: unknown task 'gsm9k'" in message("a3po/setup1", scale="paper", overrides=["task.name=gsm9k"])
+    assert "task.options.held_out: got 0" in message("a3po/setup1", scale="paper", overrides=["task.options.held_out=0"])
 
 
 def test_error_survives_a_process_boundary():

@@ -48,7 +48,7 @@ class SamplerConfig(Model):
     temperature: AboveZero = 1.0  # the same temperature scales logp_theta
     top_p: float = 1.0  # training refuses anything but 1.0
     top_k: int = 0  # training refuses anything but 0 (off)
-    max_prompt_tokens: Positive = 128  # longer prompts are an error
+    max_prompt_tokens: Positive = 128  # rows with longer prompts are left out of training, and an error in evaluation
     max_new_tokens: Positive = 96  # longest response, in tokens
 
 
@@ -129,7 +129,7 @@ class EvaluationConfig(Model):
     slots: Positive = 128  # sequences decoded together
     temperature: AboveZero = 1.0
     max_new_tokens: Positive = 96
-    benchmarks: dict[str, TaskConfig] = {}  # further held-out sets, evaluated before the first and after the last step
+    benchmarks: dict[str, TaskConfig] = {}  # further held-out sets (`prompts` rows at most), evaluated before the first and after the last step
     benchmark_samples: Positive = 1  # responses per prompt of these
 
 
@@ -238,7 +238,7 @@ def load(
 
     scale: a key of the file's `scales`, by default `cpu`; `paper` is the file's own setting, and `own` the label of a file without scales.
     overrides: `["learner.lr=1e-4", ...]`.
-    Raises ConfigError, with file, key and remedy, for anything that cannot be run. Tasks that a later version brings pass at scale `paper`.
+    Raises ConfigError, with file, key and remedy, for anything that cannot be run.
     """
     file = find(path)
     layers = _resolve(read_whole(file, LEAVES), file, scale, overrides or (), method, variant)
@@ -328,13 +328,16 @@ def _task_problems(experiment: Experiment) -> Iterator[Problem]:
 
     named = {"task": experiment.task, **{f"evaluation.benchmarks.{name}": task for name, task in experiment.evaluation.benchmarks.items()}}
     for key, task in named.items():
-        if task.name not in tasks.BUILT_IN:
-            if ":" not in task.name and experiment.scale != "paper":
-                known = ", ".join(sorted(tasks.BUILT_IN))
+        if task.name not in tasks.BUILT_IN and not task.name.startswith(tasks.GYM):
+            if ":" not in task.name:
+                known = ", ".join([*tasks.BUILT_IN, f"{tasks.GYM}<task>"])
                 yield Problem(f"{key}.name", f"unknown task {task.name!r}", f"choose one of {known}, or module:function for your own")
             continue
+        by_rule = key != "task" or not experiment.reward.path or experiment.schedule.eval_every > 0
         try:
-            tasks.load(task)
+            if getattr(tasks.load(task), "reward_function", None) == "" and by_rule:
+                what = f"task {task.name} has no rule that could score or evaluate"
+                yield Problem(f"{key}.options", what, "set reward_function; or a reward.path, with schedule.eval_every=0")
         except ValidationError as error:
             yield from _explain(error, task.options, f"{key}.options.")
         except ValueError as error:

@@ -155,7 +155,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
-        tasks.load(experiment.task)  # before a model is loaded, or fetched
+        tasks.load(experiment.task).size("train")  # before a model is loaded, or fetched
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
             tracker.log(record.step, record.metrics | gpu.take())
             for name, rewards in record.rewards.items():

@@ -145,7 +145,8 @@ async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, 
     for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
         held_out, samples = tasks.load(config), plan.samples if name == "eval" else plan.benchmark_samples
         await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=samples)
-        requests = evaluation_requests(held_out, encode, plan.prompts, samples, longest_prompt, plan.max_new_tokens)
+        prompts = plan.prompts if name == "eval" else min(plan.prompts, held_out.size("eval"))
+        requests = evaluation_requests(held_out, encode, prompts, samples, longest_prompt, plan.max_new_tokens)
         crew.evaluations[name] = requests, partial(driver.run, f"{name} scorer")
 
 
