@@ -218,7 +218,7 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         "parameters": plan.others,
     }
     own = "NOWAIT_FIGURES" not in os.environ and _own(plan, figures.records(figures_dir()).get(name, {}), record)
-    content = {**figures.PLOTS, **figures.TABLES}[name](frame)
+    content = figures.draw(name, frame)
     path = figures.save(content, name, frame, record, runs.root() / "figures-own" if own else figures_dir())
     if os.environ.get("WANDB_MODE") != "disabled":
         _mirror(plan, name, frame, path)

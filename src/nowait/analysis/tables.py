@@ -199,7 +199,7 @@ def _covered(frame: pd.DataFrame) -> str:
     return "± s.e. is over prompts" + (" only: one seed says nothing about others" if frame["seeds"].min() == 1 else " and seeds")
 
 
-TABLES = {
+CONTENTS = {
     "a3po_training_time": training_time_markdown,
     "a3po_training_time_wall": training_time_markdown,
     "a3po_training_time_sampler_bound": training_time_markdown,
