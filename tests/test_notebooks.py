@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import nbformat
 import pandas as pd
 import pytest
+from PIL import Image
 
 from nowait import bench, runs, study
-from nowait.analysis import figures, tables
+from nowait.analysis import tables
 from nowait.config import digest, load
 from nowait.config_files import ConfigError
 from nowait.identity import SIMULATED, code_digest
@@ -88,7 +89,8 @@ def papermill(stem: str, folder: Path, *arguments: str) -> nbformat.NotebookNode
 
 def provenance(path: Path) -> dict:
     if path.suffix == ".png":
-        return figures.read_provenance(path)
+        with Image.open(path) as image:
+            return json.loads(image.info["provenance"])
     return json.loads(re.search(r"<!-- provenance (.*) -->", path.read_text()).group(1))
 
 
@@ -363,7 +365,7 @@ def test_only_the_reproduction_itself_with_as_many_seeds_is_saved_under_figures(
         (tmp_path / "figures" / "provenance.json").write_text(json.dumps({"a3po_proximal_seconds": kept}))
     shown = study.publish(chosen, "a3po_proximal_seconds", frame, benches=[origin])
     assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png" and shown._repr_png_()[:4] == b"\x89PNG"
-    assert figures.read_provenance(shown).items() > origin["provenance"].items()
+    assert provenance(Path(shown)).items() > origin["provenance"].items()
     assert not list(tmp_path.rglob("figures-wandb"))
 
 
@@ -395,7 +397,7 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
     plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "cpu", [1], [], False, {})
     chosen = replace(plain, **change)
     shown = study.publish(chosen, "a3po_proximal_seconds", frame)
-    record = figures.read_provenance(shown)
+    record = provenance(Path(shown))
     assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png"
     assert record["seeds"] == [] and record["code"] != [runs.code_digest()]
     assert set(record["config"]) == {"simulated/setup1/loglinear", "simulated/gsm8k_7b/both"}

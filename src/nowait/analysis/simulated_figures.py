@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from nowait.analysis.drawing import curve, finish, look, note, ordered, panels, spaced
-from nowait.analysis.simulated import simulated_markdown
 from nowait.analysis.studies import BASELINES, PAYS
 from nowait.analysis.tables import markdown
 
@@ -149,11 +149,9 @@ def _heat(ax, table: pd.DataFrame, norm, colours: str):
 
 
 def systems_markdown(frame: pd.DataFrame) -> str:
-    columns = {"system": ("system", "{}"), "devices": ("devices", "{}"), "published": ("published: seconds per step", "{}")}
-    columns |= {name: (f"simulated: {label}", form) for name, (label, _, form) in OUTCOMES.items()}
     shown = frame.assign(**{name: factor * frame[name] for name, (_, factor, _) in OUTCOMES.items()})
     note = f"Simulated: {frame['setup'].iloc[0]} on the hardware that is assumed for it. Published: on which task and machine is not known."
-    return f"{markdown(shown, columns)}\n{note}\n"
+    return f"{markdown(shown, 'systems')}\n{note}\n"
 
 
 def chunk_size(frame: pd.DataFrame) -> Figure:
@@ -177,7 +175,7 @@ CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {
     "simulated_scale": gains,
     "simulated_scale_hours": hours,
     "simulated_chunk_size": chunk_size,
-    "simulated_a3po": simulated_markdown,
-    "simulated_oppo": simulated_markdown,
+    "simulated_a3po": partial(markdown, table="simulated"),
+    "simulated_oppo": partial(markdown, table="simulated"),
     "simulated_systems_table": systems_markdown,
 }

@@ -6,17 +6,17 @@ Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from nowait import published
 from nowait.analysis.statistics import mean_and_error, paired_difference, standard_error
 from nowait.config import Experiment, digest
 
-_HEAD = {"setup": ("setup", "{}"), "method": ("method", "{}")}
-_COUNTS = {"seeds": ("n (seeds)", "{:d}"), "prompts": ("prompts", "{:d}")}
+COLUMNS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 REFERENCE = "recompute"  # differences in quality are against the method that A-3PO approximates
 
 
@@ -120,31 +120,20 @@ def benchmarks(results: dict[str, list], sets: list[str]) -> pd.DataFrame:
     return rounded(frame.assign(**{name: 100 * frame[name] for name in shares}))
 
 
-def markdown(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
-    """A Markdown table of `columns`: {column: (heading, format of a value)}; missing values print as a dash."""
-    lines = ["| " + " | ".join(heading for heading, _ in columns.values()) + " |", "|" + " --- |" * len(columns)]
-    for row in frame.to_dict("records"):
-        cells = ["–" if pd.isna(row.get(name)) else form.format(row[name]) for name, (_, form) in columns.items()]
-        lines += ["| " + " | ".join(cells) + " |"]
-    return "\n".join(lines) + "\n"
+def markdown(frame: pd.DataFrame, table: str) -> str:
+    """A Markdown table of those columns of tables.yaml that the frame has; missing values print as a dash."""
+    columns = {name: COLUMNS[table][name] for name in COLUMNS[table] if name in frame}
+    rows = [["–" if pd.isna(row[name]) else form.format(row[name]) for name, (_, form) in columns.items()] for row in frame.to_dict("records")]
+    return grid([heading for heading, _ in columns.values()], rows)
+
+
+def grid(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Cells as a Markdown table."""
+    headings = list(headings)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 def training_time_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        **_HEAD,
-        "published_hours": ("published: hours", "{:.2f}"),
-        "published_speedup_over_sync": ("published: over sync", "{:.1f}x"),
-        "published_speedup_over_recompute": ("published: over recompute", "{:.2f}x"),
-        **({"simulated_speedup": ("simulated: over sync", "{:.2f}x")} if "simulated_speedup" in frame else {}),
-        "seconds_per_step": ("measured: s per step", "{:.3f}"),
-        "speedup_over_sync": ("measured: over sync", "{:.2f}x"),
-        "speedup_over_sync_colocated": ("measured: over sync colocated", "{:.2f}x"),
-        "speedup_over_recompute": ("measured: over recompute", "{:.2f}x"),
-        "f_over_u": ("f/u", "{:.2f}"),
-        "bound": ("bound 1 + f/u", "{:.2f}x"),
-        "mean_staleness": ("mean d", "{:.1f}"),
-        "blocks": ("n (blocks)", "{:d}"),
-    }
     scale, clock, blocks = frame[["scale", "clock", "blocks"]].iloc[0]
     how = "medians over interleaved blocks" if blocks > 1 else "one pass over the methods, which shows no spread"
     note = (
@@ -153,7 +142,7 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
         "bounds what a method with equal updates can gain by not running the pass, up to the noise of both; reuse makes fewer updates."
     )
     balances = map(_balance, frame[frame["method"] == "loglinear"].to_dict("records"))
-    return markdown(frame, columns) + "".join(f"\n{text}\n" for text in (note, *balances))
+    return markdown(frame, "training_time") + "".join(f"\n{text}\n" for text in (note, *balances))
 
 
 def _balance(row: dict) -> str:
@@ -168,30 +157,19 @@ def _balance(row: dict) -> str:
 
 
 def final_eval_reward_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        **_HEAD,
-        "published": ("published (n = 1)", "{:.3f}"),
-        "reward": ("measured", "{:.3f}"),
-        "se": ("± s.e.", "{:.3f}"),
-        "difference": ("minus recompute", "{:+.3f}"),
-        "difference_se": ("± s.e. (paired)", "{:.3f}"),
-        **_COUNTS,
-    }
     note = "another model and task than published, so only differences compare"
     twin = "Sync colocated makes the same updates as sync, so it has no row of its own"
-    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {_covered(frame)}. {twin}.\n"
+    return markdown(frame, "final_eval_reward") + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {_covered(frame)}. {twin}.\n"
 
 
 def benchmarks_markdown(frame: pd.DataFrame) -> str:
     facts = published.load("a3po")["tables"]["benchmarks_setup2"]
     rows = [(name, method, *facts[name][method]) for name in ("aime24", "math500") for method in facts[name]]
     rows += [("average", method, value, np.nan) for method, value in facts["average"].items()]
-    shown = {"set": ("set", "{}"), "method": ("method", "{}"), "reward": ("%", "{:.2f}"), "se": ("± s.e.", "{:.2f}")}
-    paired = {"difference": ("minus recompute", "{:+.2f}"), "difference_se": ("± s.e. (paired)", "{:.2f}")}
-    left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **paired, **_COUNTS})
+    told = pd.DataFrame(rows, columns=["set", "method", "reward", "se"])
     measured = f"Measured: {frame['scale'].iloc[0]} scale, prompts of the task that were never trained on. {_covered(frame)}. "
     measured += "`before training` is one policy, whatever the number of seeds."
-    return f"Published: setup 2, one sample per problem\n\n{left}\n{measured}\n\n{right}"
+    return f"Published: setup 2, one sample per problem\n\n{markdown(told, 'published_benchmarks')}\n{measured}\n\n{markdown(frame, 'benchmarks')}"
 
 
 def _covered(frame: pd.DataFrame) -> str:
