@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb")) if (ROOT / "notebooks").is_dir() else []
 PARAMETERS = {"scale", "seeds", "overrides", "interactive"}  # and config or configs
-IMPORTED_AS = {"PyYAML": "yaml", "pillow": "PIL"}
+IMPORTED_AS = {"PyYAML": "yaml", "ipython": "IPython"}
 LARGEST = 8_000_000  # bytes of a file
 
 

@@ -247,9 +247,9 @@ def bench(
     import inspect
     from contextlib import redirect_stdout
 
-    from nowait import bench, bench_overlap
+    from nowait import bench
 
-    benches = {"async": bench.asynchronous, "overlap": bench_overlap.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
+    benches = {"async": bench.asynchronous, "overlap": bench.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
     if name not in benches:
         raise ValueError(f"no bench {name!r}; choose one of {', '.join(benches)}")
     given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks}
