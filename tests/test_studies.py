@@ -19,7 +19,7 @@ def test_every_schedule_is_given_the_same_responses(monkeypatch):
     frame = studies.systems(OPPO, steps=1)
     assert len(drawn) == 9 + 3 * 7 and len({w.response[: 112 * 11].tobytes() for w in drawn}) == 1
     rows = frame.set_index("system")
-    assert (rows.loc[["sequential", "synchronous, colocated", "intra", "intra, whole responses"], "mean_staleness"] == 0).all()
+    assert (rows.loc[["sequential", "synchronous, colocated", "intra", "intra, by response"], "mean_staleness"] == 0).all()
     assert all(rows.loc[f"asynchronous, η = {eta}", "mean_staleness"] <= eta for eta in studies.ETAS)
     assert rows["published"].dropna().to_dict() == {"synchronous, colocated": "125.3 to 126.3", "both": "99.84"}
     assert rows.loc[["sequential", "synchronous, colocated", "both, 2 score"], "devices"].tolist() == ["7 + 1", "8", "6 + 2"]

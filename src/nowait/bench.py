@@ -29,8 +29,8 @@ METHODS = (*COMPARED, "behave", "linear", "reuse")
 VARIANTS = {  # of OPPO: method, and the share of B in requests that is overcommitted
     "sequential": ("sequential", 0.0),
     "intra": ("intra", 0.0),
-    "inter": ("inter", 0.25),
-    "both": ("both", 0.25),
+    "inter": ("inter", 0.31),
+    "both": ("both", 0.31),
     "inter_paper": ("inter", 0.07),
     "both_paper": ("both", 0.07),  # of the paper's fixed degrees, 4 and 8 of 112, the larger
 }

@@ -100,6 +100,7 @@ class OverlapConfig(Model):
     """Schedule kind overlapped (OPPO) only."""
 
     intra: bool = True  # frozen models read a response while it is written
+    unit: Literal["chunk", "response"] = "chunk"  # what they are given meanwhile: every chunk, or responses that are complete
     inter: bool = True  # B + Δ requests in flight, the first B complete ones are trained, the others carried over
     rule: Literal["fixed", "slope", "algorithm1", "trend"] = "slope"  # how Δ follows the reward
     delta: Annotated[int, Field(ge=0)] = 0  # Δ of the first step, in requests

@@ -34,14 +34,14 @@ def systems(config: str, overrides: Iterable[str] = (), seeds: Iterable[int] = (
     `published` is the paper's seconds per step of OPPO and veRL DP, in the rows that stand for them. Needs a task with a reward model.
     """
     experiment, assumed = simulate.load(config, "sequential", [*FIXED, *overrides])
-    total, longest = sum(assumed.devices.values()), experiment.sampler.max_new_tokens
+    total = sum(assumed.devices.values())
     two = [f"devices={{a: {total - 2}, b: 2}}", "tensor_parallel={b: 2}"]
     ours = {
         "sequential": ("sequential", []),
         "synchronous, colocated": ("sequential", _together(total)),
         "B + 4": ("inter", ["overlap.delta=4"]),
         "B + 8": ("inter", ["overlap.delta=8"]),
-        "intra, whole responses": ("intra", [f"sampler.chunk={longest}"]),
+        "intra, by response": ("intra", ["overlap.unit=response"]),
         "intra": ("intra", []),
         "both": ("both", []),
         "sequential, 2 score": ("sequential", two),

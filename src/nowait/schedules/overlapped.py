@@ -166,9 +166,13 @@ class _Run:
             start = clock()
             segments = await self.crew.decode(self.crew.samplers[0], chunk)
             rounds.append((clock() - start, len(segments.sequence), len(segments.token)))
-            self.complete += self.rollouts.add(segments)
+            done = self.rollouts.add(segments)
+            self.complete += done
             for reader in self.readers.values():
-                reader.add(segments)
+                if self.experiment.overlap.unit == "chunk":
+                    reader.add(segments)
+                elif done:
+                    reader.add(self.rollouts.segments(done))
         return rounds
 
     async def score(self, ids: list[int], step: int) -> tuple[Batch, np.ndarray | None]:

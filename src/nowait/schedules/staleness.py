@@ -6,7 +6,9 @@ The gate alone does not bound staleness, since a request can be overtaken by sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+
+import numpy as np
 
 
 class StalenessGate:
@@ -39,14 +41,17 @@ class StalenessGate:
         self.running, self.accepted = state["running"], state["accepted"]
 
 
-def strict_batch(step: int, oldest: dict[int, int], finished: Iterable[int], batch_size: int, max_staleness: int) -> list[int] | None:
+def strict_batch(step: int, oldest: dict[int, int], finished: Collection[int], batch_size: int, max_staleness: int) -> list[int] | None:
     """The finished requests to train on at `step`, or None if it has to wait for others: then d <= max_staleness holds at this and every later step.
 
     `oldest` is the version of the first token of every request not yet trained. A request must be trained by step oldest + max_staleness.
     The earliest of the finished ones are taken, unless the rest, at `batch_size` a step from step + 1 on, could then not all be in time.
     The gate makes waiting worth it: at most (step + 1) batch_size requests ever started under versions <= step - max_staleness.
     """
+    if len(finished) < batch_size:
+        return None
     chosen = sorted(finished, key=lambda request: (oldest[request], request))[:batch_size]
-    rest = sorted(oldest[request] for request in oldest.keys() - set(chosen))
-    in_time = all(step + 1 + i // batch_size <= version + max_staleness for i, version in enumerate(rest))
-    return sorted(chosen) if len(chosen) == batch_size and in_time else None
+    taken = set(chosen)
+    rest = np.sort([version for request, version in oldest.items() if request not in taken])
+    in_time = (step + 1 + np.arange(len(rest)) // batch_size <= rest + max_staleness).all()
+    return sorted(chosen) if in_time else None

@@ -81,11 +81,12 @@ def _places(slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch
 def grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[torch.Tensor, None]:
     """Decoding without copying keys and values once per query head: the heads that share a key head become its query positions.
 
-    query [B, heads, 1, head_dim], key and value [B, kv_heads, span, head_dim], additive mask [B, 1, 1, span]; longer queries go the usual way.
+    query [B, heads, 1, head_dim], key and value [B, kv_heads, span, head_dim], additive mask [B, 1, 1, span]. Longer queries are whole prefixes,
+    padded at the end: causal, whatever the mask.
     """
     batch, heads, length, width = query.shape
     if length > 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True, **kwargs)
     if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise ValueError(f"the built-in sampler does not know attention with {', '.join(odd)}")
     query = query.view(batch, key.shape[1], -1, width) * scaling

@@ -1,7 +1,8 @@
 """Sampler on any Hugging Face causal LM: chunked decoding over a slot cache with counter-based randomness.
 
 Shape legend: A active rows (always the first slots), C tokens of a round, V vocabulary.
-Row i's history holds prompt and response; the cache holds all of it but the newest token, which the next decode step feeds in.
+Row i's history holds prompt and response; the cache of the first `_cached` rows holds all of it but the newest token, which the next decode step
+feeds in, and that of the rows behind them is void: they are prefilled, which gives their next token as well.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class HFSampler:
         self._slots, self._capacity = slots, capacity
         self._history = np.zeros((slots, capacity), np.int64)
         self._columns = {k: np.zeros(slots, np.int64) for k in ("sid", "request", "sample", "length", "made", "limit")}
-        self._fresh = np.zeros(slots, bool)  # cache is void: prefill before decoding
+        self._cached = 0
 
     def admit(self, requests: list[Request]) -> None:
         for request in requests:
@@ -55,13 +56,13 @@ class HFSampler:
     def load(self, weights: Weights) -> int:
         load_weights(self.model, weights)
         self._version = weights.version
-        self._fresh[: self._active] = True
-        return int((self._columns["length"][: self._active] - 1).sum())
+        self._cached = 0
+        return int(self._columns["length"][: self._active].sum())
 
     @torch.inference_mode()
     def decode(self, max_tokens: int) -> Segments:
         self._start_waiting()
-        self._prefill()
+        prefilled = self._prefill()
         count, made = self._active, self._columns["made"]
         uniforms = self._uniforms(max_tokens)
         sids, row = self._columns["sid"][:count].copy(), np.arange(count)  # row[i]: which of sids stands in slot i
@@ -70,7 +71,7 @@ class HFSampler:
         for t in range(max_tokens):
             if not len(row):
                 break
-            token, logp = self._step(uniforms[row, t])
+            token, logp = self._step(uniforms[row, t], prefilled if t == 0 else prefilled[:0])
             steps.append((row, token, logp))
             made[: self._active] += 1
             stopped = (token[:, None] == self.eos).any(1)
@@ -104,7 +105,7 @@ class HFSampler:
             self._columns[name][: self._active] = column
         requests = {request.id: request for request in unpack_requests(state["requests"])}
         self._waiting = deque((requests[request], sample) for request, sample in state["waiting"].tolist())
-        self._fresh[: self._active] = True
+        self._cached = 0
 
     def _start_waiting(self) -> None:
         while self._waiting and self._active < self._slots:
@@ -114,46 +115,54 @@ class HFSampler:
             values = (request.sequences[sample], request.id, sample, length, 0, request.max_new_tokens)
             for column, value in zip(self._columns.values(), values, strict=True):
                 column[i] = value
-            self._fresh[i] = True
             self._active += 1
 
-    def _prefill(self) -> None:
-        """Fill the cache of fresh rows with all of their history but the newest token; samples that begin with the same prompt read it once."""
-        rows = np.flatnonzero(self._fresh[: self._active] & (self._columns["length"][: self._active] > 1))
-        self._fresh[:] = False
+    def _prefill(self) -> torch.Tensor:
+        """Fill the cache of rows where it is void; samples that begin with the same prompt read it once.
+
+        Returns the hidden states [rows, H] of their newest tokens.
+        """
+        rows = np.arange(self._cached, self._active)
+        self._cached = self._active
         begun = self._columns["made"][rows] > 0
         _, first, which = np.unique(np.where(begun, -1 - rows, self._columns["request"][rows]), return_index=True, return_inverse=True)
-        read = rows[first]
-        lengths = self._columns["length"][read] - 1
+        read, lengths = rows[first], self._columns["length"][rows[first]]
+        newest = torch.empty(len(read), self.model.config.hidden_size, dtype=self.model.dtype)
         for group in length_groups(lengths):
-            self._prefill_rows(read[group], lengths[group])
+            newest[group] = self._prefill_rows(read[group], lengths[group])
         source = read[which]
         if (copied := source != rows).any():
-            self._cache.copy(source[copied], rows[copied], int(self._columns["length"][rows[copied]].max()) - 1)
+            self._cache.copy(source[copied], rows[copied], int(self._columns["length"][rows[copied]].max()))
+        return newest[which]
 
-    def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+    def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         width = int(lengths.max())
         positions = torch.arange(width).expand(len(rows), -1)
         padding = positions >= torch.from_numpy(lengths)[:, None]
-        mask = torch.ones(width, width, dtype=torch.bool).tril()[None, None]  # padding stands at the end: causality hides it
+        mask = torch.ones(1, 1, 1, 1)  # a stand-in, so that the model makes none: attention is causal, which hides the padding at the end
         cache = self._cache.at(torch.from_numpy(rows), positions.masked_fill(padding, self._cache.spare), width)
-        hidden_states(self.model, torch.from_numpy(self._history[rows, :width]), mask.expand(len(rows), -1, -1, -1), positions, cache)
+        hidden = hidden_states(self.model, torch.from_numpy(self._history[rows, :width]), mask, positions, cache)
+        return hidden[np.arange(len(rows)), lengths - 1]
 
-    def _step(self, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every active row: token int64 [A], log-prob float32 [A]."""
+    def _step(self, uniform: np.ndarray, prefilled: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """One token for every active row, the last of which are prefilled already: token int64 [A], log-prob float32 [A]."""
         active = self._active
-        length = self._columns["length"][:active]
-        at = torch.from_numpy(length - 1)
-        span = int(length.max())
-        mask = torch.where(torch.arange(span) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [A, 1, 1, span], added to scores
-        newest = torch.from_numpy(self._history[np.arange(active), length - 1])[:, None]
-        cache = self._cache.at(slice(0, active), at[:, None], span)
-        hidden = hidden_states(self.model, newest, mask, at[:, None], cache)
-        token, logp = pick(self.model.get_output_embeddings()(hidden[:, 0]), self.temperature, torch.from_numpy(uniform))
+        hidden = torch.cat([self._feed(active - len(prefilled)), prefilled])
+        token, logp = pick(self.model.get_output_embeddings()(hidden), self.temperature, torch.from_numpy(uniform))
         token = token.numpy()
-        self._history[np.arange(active), length] = token
+        self._history[np.arange(active), self._columns["length"][:active]] = token
         self._columns["length"][:active] += 1
         return token, logp.numpy()
+
+    def _feed(self, count: int) -> torch.Tensor:
+        """Hidden states [count, H] of the newest tokens of the first `count` rows, which the cache lacks."""
+        if not count:
+            return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype)
+        length = self._columns["length"][:count]
+        at, span = torch.from_numpy(length - 1), int(length.max())
+        mask = torch.where(torch.arange(span) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [count, 1, 1, span], added to scores
+        newest = torch.from_numpy(self._history[np.arange(count), length - 1])[:, None]
+        return hidden_states(self.model, newest, mask, at[:, None], self._cache.at(slice(0, count), at[:, None], span))[:, 0]
 
     def _release(self, ended: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Free the slots of `ended` rows; the last rows move into the gaps. Returns `row` in the new order."""
@@ -168,6 +177,7 @@ class HFSampler:
                 for column in self._columns.values():
                     column[i] = column[last]
             self._active = last
+        self._cached = min(self._cached, self._active)
         return row[: self._active]
 
     def _uniforms(self, count: int) -> np.ndarray:
