@@ -58,8 +58,8 @@ def test_the_variants_differ_in_their_overlaps_and_in_the_slots_that_these_need(
     assert {name: (e.overlap.intra, e.overlap.inter, e.overlap.delta, e.sampler.slots) for name, e in made.items()} == {
         "sequential": (False, False, 0, 16),
         "intra": (True, False, 0, 16),
-        "inter": (False, True, 4, 20),
-        "both": (True, True, 4, 20),
+        "inter": (False, True, 5, 21),
+        "both": (True, True, 5, 21),
         "inter_paper": (False, True, 1, 17),  # 7 % of 16
         "both_paper": (True, True, 1, 17),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
+import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -36,7 +38,7 @@ LOOK = {  # label, colour, marker, line: A-3PO's blue circle, green square, red 
     "staleness 5": ("staleness up to 5", "#0072B2", "o", "-"),
     "staleness 16": ("staleness up to 16", "#CC79A7", "v", "-"),
 }
-STYLE = {
+_STYLE = {
     "font.size": 11,
     "axes.titlesize": 11,
     "axes.grid": True,
@@ -46,6 +48,17 @@ STYLE = {
     "legend.frameon": False,
     "savefig.dpi": 150,
 }
+
+
+def styled(plot: Callable) -> Callable:
+    """Draw, or save, in our style whatever the user's own settings are."""
+
+    @functools.wraps(plot)
+    def drawn(*args, **kwargs):
+        with matplotlib.style.context(["default", _STYLE]):
+            return plot(*args, **kwargs)
+
+    return drawn
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options) -> tuple[Figure, np.ndarray]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -20,7 +19,7 @@ from matplotlib.ticker import LogFormatter
 
 from nowait import published
 from nowait.analysis import oppo_figures, simulated_figures, tables
-from nowait.analysis.drawing import LOOK, STYLE, curve, finish, measured_curves, note, ordered, panels, spaced
+from nowait.analysis.drawing import LOOK, curve, finish, measured_curves, note, ordered, panels, spaced, styled
 
 
 def curves(frame: pd.DataFrame, fact: str, column: str, label: str, x: str = "step", binned: str | None = "mean") -> Figure:
@@ -90,12 +89,13 @@ CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {  # a picture, or
 }
 
 
+@styled
 def draw(name: str, frame: pd.DataFrame) -> Figure | str:
-    """The figure, or the Markdown of the table, `name`: in our style whatever the user's own settings are."""
-    with matplotlib.style.context(["default", STYLE]):
-        return CONTENTS[name](frame)
+    """The figure, or the Markdown of the table, `name`."""
+    return CONTENTS[name](frame)
 
 
+@styled
 def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict, folder: str | Path = "figures") -> Path:
     """Write NAME.png (or, for a table's text, NAME.md), NAME.csv and the record in provenance.json; returns the picture's path.
 
@@ -115,8 +115,7 @@ def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict
     if isinstance(content, str):
         path.write_text(f"{content}\n<!-- provenance {told} -->\n", encoding="utf-8")
     else:
-        with matplotlib.style.context(["default", STYLE]):
-            content.savefig(path, metadata={"Software": None, "provenance": told})
+        content.savefig(path, metadata={"Software": None, "provenance": told})
     return path
 
 
