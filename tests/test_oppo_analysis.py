@@ -22,7 +22,7 @@ BUSY = {"sequential": 0.4, "intra": 0.5, "inter": 0.5, "both": 0.64}
 TASKS = list(published.load("oppo")["tasks"])
 TASK = "stackexchange_7b"
 TARGETS = published.load("oppo")["shape_targets"]
-RULES = published.targets()["oppo"]["shapes"]
+RULES = published.load("targets")["oppo"]["shapes"]
 NAN = float("nan")
 
 

@@ -74,7 +74,7 @@ def withheld(frames: dict[str, pd.DataFrame]) -> str:
 
 def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row]:
     """One row per published number of a paper; `values` holds what was measured, by entry id. With a reason `withheld` there is no verdict."""
-    entries, rules = published.entries(paper), published.targets()[paper]["entries"]
+    entries, rules = published.entries(paper), published.load("targets")[paper]["entries"]
     numbers = {entry.id: entry.value for entry in entries}
     chosen = [next(rule for rule in rules if fnmatchcase(entry.id, rule["match"])) for entry in entries]
     return [_judge(entry, rule, numbers, values, reason) for entry, rule in zip(entries, chosen, strict=True)]
@@ -83,7 +83,7 @@ def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row
 def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
     """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for."""
     facts = published.load(paper)
-    for target, rule in zip(facts["shape_targets"], published.targets()[paper]["shapes"], strict=True):
+    for target, rule in zip(facts["shape_targets"], published.load("targets")[paper]["shapes"], strict=True):
         for setup in rule.get("setups", facts.get("setups") or facts["tasks"]):
             yield target, setup, *_shape(frames, setup, rule)
 
@@ -153,7 +153,7 @@ def _scales(frames: dict[str, pd.DataFrame]) -> list[str]:
 
 def measured(paper: str, frames: dict[str, pd.DataFrame]) -> dict[str, Measured]:
     """What was measured of the published numbers, by entry id: the place that targets.yaml names for an entry, in its own setup and method."""
-    facts, places = published.load(paper), published.targets()[paper]["measured"]
+    facts, places = published.load(paper), published.load("targets")[paper]["measured"]
     known = {"setup": facts.get("setups") or facts["tasks"], "method": facts.get("methods", ())}
     values = {}
     for entry in published.entries(paper):
@@ -216,7 +216,7 @@ def _paper(paper: str, frames: dict[str, pd.DataFrame], rows: list[Row], simulat
     for part, group in groupby(rows, key=lambda row: row.entry.id.split(".")[:2]):
         text += _section(part, list(group), simulated)
     text += "\n### Where the paper contradicts itself\n\n" + "".join(f"- {item}\n" for item in facts["known_inconsistencies"])
-    if differences := published.deviations(paper):
+    if differences := published.load("deviations").get(paper, []):
         text += "\n### What we do differently\n\n" + grid(differences[0], [item.values() for item in differences])
     return text + "\nSources: " + "; ".join(f"*{tag}* {meaning}" for tag, meaning in facts["sources"].items()) + ".\n"
 

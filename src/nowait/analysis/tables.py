@@ -5,8 +5,9 @@ Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,10 +26,16 @@ def tidy(results: dict[str, list], columns: list[str]) -> pd.DataFrame:
 
     `seconds` is the run's elapsed time without evaluations, on the run's clock. Numbers carry six significant digits: a CSV returns them exactly.
     """
-    parts = [_tidy_run(method, run, columns) for method, runs in results.items() for run in runs]
+    parts = []
+    for head, run in each(results):
+        if missing := sorted(set(columns) - set(run.metrics.columns)):
+            raise ValueError(f"{run.manifest['config']['name']} {head['method']} seed {head['seed']} has no metric {', '.join(missing)}")
+        rows = run.metrics.dropna(subset=columns, how="all")
+        seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
+        parts.append(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
     if not parts:
         raise ValueError("no finished runs: run them first")
-    return pd.concat(parts, ignore_index=True)
+    return rounded(pd.concat(parts, ignore_index=True))
 
 
 def provenance(results: Iterable[dict[str, list]]) -> dict:
@@ -47,6 +54,11 @@ def head_of(method: str, run) -> dict:
     """What the rows of a run begin with."""
     config, seed = run.manifest["config"], run.manifest["seed"]
     return {"setup": setup(config["name"]), "method": method, "seed": seed, "scale": config["scale"], "clock": config["runtime"]["clock"]}
+
+
+def each(results: dict[str, list]) -> Iterator[tuple[dict, Any]]:
+    """What the rows of a run begin with, and the run, for every run."""
+    return ((head_of(method, run), run) for method, several in results.items() for run in several)
 
 
 def rows_of(frames: dict[str, pd.DataFrame], name: str, place: str) -> pd.DataFrame:
@@ -105,10 +117,10 @@ def proximal_seconds(bench: dict) -> pd.DataFrame:
     return rounded(frame.assign(blocks=bench["blocks"], clock="wall", scale=bench["scale"]))
 
 
-def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
+def final_eval_reward(results: dict[str, list]) -> pd.DataFrame:
     """Last evaluation reward per method, standard error, and the difference from recompute paired by seed and prompt."""
     facts = published.load("a3po")["tables"]["final_eval_reward"]
-    rows = quality_rows(results, [evaluation])
+    rows = quality_rows(results, ["eval"])
     return rounded(pd.DataFrame([{**row, "published": facts.get(row["setup"], {}).get(row["method"])} for row in rows]))
 
 
@@ -184,17 +196,6 @@ CONTENTS = {
     "a3po_final_eval_reward": final_eval_reward_markdown,
     "a3po_benchmarks": benchmarks_markdown,
 }
-
-
-def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
-    config, metrics = run.manifest["config"], run.metrics
-    missing = sorted(set(columns) - set(metrics.columns))
-    if missing:
-        raise ValueError(f"{config['name']} {method} seed {run.manifest['seed']} has no metric {', '.join(missing)}")
-    rows = metrics.dropna(subset=columns, how="all")
-    seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
-    head = head_of(method, run)
-    return rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
 
 
 def quality_rows(results: dict[str, list], sets: list[str], reference: str = REFERENCE) -> list[dict]:
