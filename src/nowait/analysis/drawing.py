@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import matplotlib.style
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -15,39 +17,8 @@ from matplotlib.patches import Patch
 from nowait.analysis.statistics import bootstrap_interval
 
 BAND_SEEDS = 5  # from this many seeds on an interval is drawn instead of the single seeds
-LOOK = {  # label, colour, marker, line: A-3PO's blue circle, green square, red triangle in colour-blind-safe hues, extra methods muted; then OPPO's
-    "sync": ("sync", "#D55E00", "^", "-"),
-    "recompute": ("recompute", "#0072B2", "o", "-"),
-    "loglinear": ("A-3PO (loglinear)", "#009E73", "s", "-"),
-    "sync_colocated": ("sync, colocated", "#C9A48C", "v", "--"),
-    "loglinear_theta": ("A-3PO, fresh = theta", "#A9A9A9", "*", "-."),
-    "linear": ("linear", "#B5A642", "d", "--"),
-    "behave": ("behave", "#8F7BA6", "x", ":"),
-    "reuse": ("reuse", "#6E7F8D", "P", "-."),
-    "sequential": ("sequential", "#D55E00", "^", "-"),
-    "intra": ("intra only", "#CC79A7", "v", "-"),
-    "inter": ("inter only", "#0072B2", "o", "-"),
-    "both": ("OPPO (both)", "#009E73", "s", "-"),
-    "inter_paper": ("inter only, Δ = 1", "#7FB8D8", "d", "--"),
-    "both_paper": ("both, Δ = 1", "#7FCEB9", "P", "--"),
-    "fixed 4": ("fixed 4", "#D55E00", "^", "--"),
-    "fixed 8": ("fixed 8", "#E69F00", "v", "--"),
-    "slope": ("slope (text)", "#0072B2", "o", "-"),
-    "algorithm1": ("Algorithm 1", "#CC79A7", "d", "-"),
-    "trend": ("trend (ours)", "#009E73", "s", "-"),
-    "staleness 5": ("staleness up to 5", "#0072B2", "o", "-"),
-    "staleness 16": ("staleness up to 16", "#CC79A7", "v", "-"),
-}
-_STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "savefig.dpi": 150,
-}
+LOOK = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))  # of a method: label, colour, marker, line
+STYLE = ["default", Path(__file__).with_name("nowait.mplstyle")]
 
 
 def styled(plot: Callable) -> Callable:
@@ -55,7 +26,7 @@ def styled(plot: Callable) -> Callable:
 
     @functools.wraps(plot)
     def drawn(*args, **kwargs):
-        with matplotlib.style.context(["default", _STYLE]):
+        with matplotlib.style.context(STYLE):
             return plot(*args, **kwargs)
 
     return drawn
