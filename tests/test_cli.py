@@ -46,7 +46,7 @@ def trained(monkeypatch) -> list:
     """Arguments of the trainings that were asked for; none takes place."""
     calls: list = []
 
-    def run(experiment, seed, out, *, use_wandb):
+    def run(experiment, seed, out, *, use_wandb, progress):
         calls.append((experiment, seed, out, use_wandb))
         return record(experiment, seed)
 
@@ -128,7 +128,7 @@ def test_train_hands_on_every_option(trained, tmp_path, capsys):
 
 def test_train_uses_the_default_scale_folder_and_wandb(trained):
     assert main(["train", "a3po/setup1"]) == 0
-    assert trained == [(load("a3po/setup1"), 1, runs.folder(load("a3po/setup1"), 1), True)]
+    assert trained == [(load("a3po/setup1"), 1, None, True)]
 
 
 def shown_command(result: RunResult, capsys) -> str:

@@ -202,7 +202,7 @@ def test_every_shipped_model_has_a_shape_that_adds_up(name):
 def test_unknown_hardware_and_models_name_what_there_is():
     with pytest.raises(ConfigError, match="did you mean hardware/h200"):
         simulate.hardware("h100")
-    with pytest.raises(ConfigError, match=r"no such model; there are qwen2\.5-1\.5b, .*qwen3-8b"):
+    with pytest.raises(ConfigError, match=r"is not in this file; there are qwen2\.5-1\.5b, .*qwen3-8b"):
         simulate.shape("qwen4")
 
 

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import nbformat
 import pandas as pd
 import pytest
+from PIL import Image
 
 from nowait import bench, runs, study
-from nowait.analysis import figures, tables
+from nowait.analysis import tables
 from nowait.config import digest, load
 from nowait.config_files import ConfigError
 from nowait.identity import SIMULATED, code_digest
@@ -88,7 +89,8 @@ def papermill(stem: str, folder: Path, *arguments: str) -> nbformat.NotebookNode
 
 def provenance(path: Path) -> dict:
     if path.suffix == ".png":
-        return figures.read_provenance(path)
+        with Image.open(path) as image:
+            return json.loads(image.info["provenance"])
     return json.loads(re.search(r"<!-- provenance (.*) -->", path.read_text()).group(1))
 
 
@@ -221,12 +223,12 @@ def calls(monkeypatch, tmp_path) -> list:
     """(clock, blocks, steps, methods) of the benches that were really measured; they are made up, and run in a thread."""
     calls = []
 
-    def training_times(experiments, clock, blocks, steps):
+    def step_times(experiments, clock, blocks, steps):
         calls.append((clock, blocks, steps, set(experiments)))
         return {"config": "a3po/setup1", "rows": [], "seeds": [3, 4]}
 
     monkeypatch.setenv("NOWAIT_RUNS", str(tmp_path))
-    monkeypatch.setattr(bench, "training_times", training_times)
+    monkeypatch.setattr(bench, "step_times", step_times)
     monkeypatch.setattr(study, "ProcessPoolExecutor", lambda workers, **options: ThreadPoolExecutor(workers))
     return calls
 
@@ -263,11 +265,12 @@ def test_the_bench_reports_medians_of_ratios_inside_a_block(monkeypatch):
     def block(experiment, clock, steps, seed):
         order.append((seed, clock, experiment.method))
         forward = 0.5 if experiment.method == "recompute" else 0.0
-        shared = {"generate": 1.0, "train": 1.5, "prox_forward": forward, "busiest": 1.5 + forward, "hist": [1] * (seed + 1)}
+        shared = {"generate": 1.0, "train": 1.5, "forward": forward, "busiest": 1.5 + forward, "hist": [1] * (seed + 1)}
         return {"step": step[experiment.method][seed], **shared} | ({"busiest": 1.0} if clock == "measured" else {})
 
     monkeypatch.setattr(bench, "_block", block)
-    found = bench.asynchronous(methods=bench.COMPARED)
+    experiments = {method: load("a3po/setup1", method=method) for method in bench.COMPARED}
+    found = bench.step_times(experiments)
     assert [found[f"speedup_over_{m}"] for m in ("sync", "sync_colocated", "recompute")] == [2.0, 1.5, 1.5]
     assert (found["forward_s"], found["bound_over_recompute"]) == (0.5, 1 + 1 / 3) and found["counted_steps"] == bench.COUNTED_STEPS
     assert found["overlap_efficiency"] == 0.5 and found["mean_staleness"] == found["rows"][3]["mean_staleness"] and found["seeds"] == [0, 1, 2]
@@ -277,13 +280,13 @@ def test_the_bench_reports_medians_of_ratios_inside_a_block(monkeypatch):
     assert recompute["blocks"] == step["recompute"] and (recompute["seconds_per_step"], recompute["forward_s"]) == (3.0, 0.5)
     assert recompute["staleness"] == [3, 2, 1] and recompute["mean_staleness"] == pytest.approx(4 / 6)
     with pytest.raises(ValueError, match="the bench compares sync, .*; add recompute, loglinear"):
-        bench.asynchronous(methods=("sync", "sync_colocated"))
+        bench.step_times({method: experiments[method] for method in ("sync", "sync_colocated")})
     order.clear()
-    wall = bench.asynchronous(methods=bench.COMPARED, clock="wall", blocks=1)  # elapsed 2.0, of which 1.0 is work by itself
+    wall = bench.step_times(experiments, clock="wall", blocks=1)  # elapsed 2.0, of which 1.0 is work by itself
     assert wall["overlap_efficiency"] == 0.5 and wall["rows"][2]["busiest_s"] == 2.0
     assert order[-1] == (0, "measured", "loglinear") and {clock for _, clock, _ in order[:-1]} == {"wall"}
     with pytest.raises(ValueError, match="no clock 'model'; choose measured or wall"):
-        bench.asynchronous(clock="model")
+        bench.step_times(experiments, clock="model")
 
 
 @pytest.mark.parametrize("method", ["sync", "sync_colocated"])
@@ -362,8 +365,8 @@ def test_only_the_reproduction_itself_with_as_many_seeds_is_saved_under_figures(
         (tmp_path / "figures").mkdir()
         (tmp_path / "figures" / "provenance.json").write_text(json.dumps({"a3po_proximal_seconds": kept}))
     shown = study.publish(chosen, "a3po_proximal_seconds", frame, benches=[origin])
-    assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png" and shown._repr_png_()[:4] == b"\x89PNG"
-    assert figures.read_provenance(shown).items() > origin["provenance"].items()
+    assert Path(shown.filename) == tmp_path / where / "a3po_proximal_seconds.png" and shown.data[:4] == b"\x89PNG"
+    assert provenance(Path(shown.filename)).items() > origin["provenance"].items()
     assert not list(tmp_path.rglob("figures-wandb"))
 
 
@@ -395,8 +398,8 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
     plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "cpu", [1], [], False, {})
     chosen = replace(plain, **change)
     shown = study.publish(chosen, "a3po_proximal_seconds", frame)
-    record = figures.read_provenance(shown)
-    assert Path(shown) == tmp_path / where / "a3po_proximal_seconds.png"
+    record = provenance(Path(shown.filename))
+    assert Path(shown.filename) == tmp_path / where / "a3po_proximal_seconds.png"
     assert record["seeds"] == [] and record["code"] != [runs.code_digest()]
     assert set(record["config"]) == {"simulated/setup1/loglinear", "simulated/gsm8k_7b/both"}
     told = {"knobs", "overrides"} & set(change)
@@ -407,6 +410,6 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
 def test_verdicts_are_those_of_the_report_and_none_at_scale_smoke():
     frame = pd.DataFrame({"setup": "setup1", "scale": "cpu", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
     text = study.verdicts({"a3po_final_eval_reward": frame})
-    assert text.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and text.count("\n") == 0
+    assert text.data.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and text.data.count("\n") == 0
     smoke = study.verdicts({"a3po_final_eval_reward": frame.assign(scale="smoke")})
-    assert smoke.startswith("- **not judged**") and "numbers mean nothing" in smoke
+    assert smoke.data.startswith("- **not judged**") and "numbers mean nothing" in smoke.data

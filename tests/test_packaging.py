@@ -14,13 +14,12 @@ import pytest
 import yaml
 
 import nowait
-from nowait.tracking import metrics_table
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb")) if (ROOT / "notebooks").is_dir() else []
 PARAMETERS = {"scale", "seeds", "overrides", "interactive"}  # and config or configs
-IMPORTED_AS = {"PyYAML": "yaml", "pillow": "PIL"}
+IMPORTED_AS = {"PyYAML": "yaml", "ipython": "IPython"}
 LARGEST = 8_000_000  # bytes of a file
 
 
@@ -95,11 +94,6 @@ def test_what_the_readme_promises_exists():
 def test_the_figures_that_the_readme_links_are_committed():
     links = re.findall(r"\]\((figures/[^)#]+)\)", (ROOT / "README.md").read_text())
     assert links and [link for link in links if not (ROOT / link).exists()] == []
-
-
-def test_the_readme_has_the_table_of_metrics():
-    remedy = "replace it by the output of: python -c 'from nowait.tracking import metrics_table; print(metrics_table())'"
-    assert f"\n\n{metrics_table()}\n\n" in (ROOT / "README.md").read_text(), remedy
 
 
 def test_the_readme_lists_every_notebook_and_what_it_saves():

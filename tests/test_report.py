@@ -9,9 +9,9 @@ import pytest
 from test_figures import COLUMNS, METHODS, made_up_bench, made_up_frames, made_up_results
 
 from nowait import published
-from nowait.analysis import report as reporting
 from nowait.analysis import tables
 from nowait.analysis.report import Measured, judge, report, shapes
+from nowait.analysis.shapes import SHAPES
 
 TARGETS = published.load("a3po")["shape_targets"]
 
@@ -25,7 +25,7 @@ def verdict(values: dict[str, float], identifier: str, se: float = 0.0) -> tuple
 
 def shape(name: str, frames: dict[str, pd.DataFrame], setup: str = "setup1") -> str:
     """Verdict on the shape target with the rule `name`."""
-    (position,) = [i for i, rule in enumerate(published.targets()["a3po"]["shapes"]) if rule["judge"] == name]
+    (position,) = [i for i, rule in enumerate(published.load("targets")["a3po"]["shapes"]) if rule["judge"] == name]
     (found,) = [verdict for target, where, verdict, _ in shapes("a3po", frames) if (target, where) == (TARGETS[position], setup)]
     return found
 
@@ -102,7 +102,7 @@ def test_the_report_has_a_row_for_every_published_number(folder):
             title = f"{part[:-1].capitalize()}: {name.replace('_', ' ')}\n"
             assert sum(f"\n| {rest} | {entry.source} | {entry.value:.5g}" in section for section in sections if section.startswith(title)) == 1
     assert all(item in text for item in published.load("a3po")["known_inconsistencies"])
-    assert all(item["effect"] in text for item in published.deviations("a3po"))
+    assert all(item["effect"] in text for item in published.load("deviations").get("a3po", []))
 
 
 def test_an_empty_folder_gives_a_report_without_any_judgement(tmp_path):
@@ -169,7 +169,7 @@ def test_one_seed_and_one_block_resolve_nothing_but_paired_prompts():
     bench = made_up_bench()
     bench["rows"] = [{**row, "blocks": row["blocks"][:1]} for row in bench["rows"]]
     frames["a3po_training_time"] = tables.training_time(bench)
-    assert [shape(name, frames) for name in list(reporting.SHAPES)[:4]] == ["not resolved"] * 4
+    assert [shape(name, frames) for name in list(SHAPES)[:4]] == ["not resolved"] * 4
     assert shape("final_eval_reward", frames) == "pass"
 
 

@@ -313,7 +313,7 @@ def test_a_simulation_runs_inside_an_event_loop_too():
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
-        ("a3po/setup3", [], r"setup3: nothing is assumed about this setup; it has setup1, setup2"),
+        ("a3po/setup3", [], r"setup3: is not in this file; there are setup1, setup2"),
         ("a4po/setup1", [], "no such file or shipped config"),
         ("a3po/setup1", ["hardwear=h200"], "hardwear: "),
         ("a3po/setup1", ["lengths.mean=200"], r"lengths\.mean: "),

@@ -129,7 +129,7 @@ def test_a_plan_multiplies_steps_by_seconds_and_devices(capsys):
         (["plan", "a3po/setup2", "--set", "devices.b=1"], "take 2 devices or more"),
         (["plan", "a3po/setup2", "--set", "tensor_parallel={a: 3}"], "take one of 1, 2, 4"),
         (["simulate", "a3po/setup2", "--hardware", "h100"], "hardware/h100: path: no such file or shipped config"),
-        (["simulate", "a3po/setup2", "--set", "actor=gpt"], "gpt: no such model; there are"),
+        (["simulate", "a3po/setup2", "--set", "actor=gpt"], "gpt: is not in this file; there are"),
         (["simulate", "a3po/setup9"], "setup9"),
         (["simulate", "mine/setup1"], "no setup of a paper; it begins with a3po/ or oppo/"),
         (["plan", "mine/setup1"], "no setup of a paper"),

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from nowait import simulate
-from nowait.analysis import studies, studies_figures
+from nowait.analysis import simulated_figures, studies
 from nowait.workers import simulated
 
 OPPO, A3PO = "oppo/stackexchange_7b", "a3po/setup2"
@@ -79,12 +79,12 @@ def test_gains_are_over_the_baseline_of_each_method_and_blank_where_one_does_not
 
 
 def test_figures_show_what_does_not_fit_the_line_and_device_hours():
-    maps = studies_figures.maps(FRAME)
+    maps = simulated_figures.maps(FRAME)
     assert [ax.get_title() for ax in maps.axes[:2]] == ["sync: 1 of 4 do not fit, simulated"] * 2 and maps.axes[0].get_xlabel() == "devices"
-    gains = studies_figures.gains(studies.gains(FRAME).assign(map="work"))
+    gains = simulated_figures.gains(studies.gains(FRAME).assign(map="work"))
     lines = {ax.get_title().split()[0]: len(ax.collections) for ax in gains.axes[:2]}
     assert lines == {"recompute": 0, "A-3PO": 1}, "A-3PO gains 2 % at one point and 25 % at others, recompute pays everywhere"
-    hours = studies_figures.hours(FRAME[FRAME["batch"] == 32])
+    hours = simulated_figures.hours(FRAME[FRAME["batch"] == 32])
     curves = {line.get_gid(): line.get_xydata().tolist() for line in hours.axes[0].get_lines() if len(line.get_xdata())}
     assert curves["loglinear"] == [[1.6, 1.6], [1.2, 2.4]]  # hours of 3,600 steps; on two devices twice as many device-hours
 

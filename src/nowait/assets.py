@@ -25,7 +25,7 @@ EVALUATED = {  # the distributions of A-3PO setup 1 and OPPO, and one between th
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a policy is warm-started: AdamW, 100 steps of linear warm-up, then a cosine down to 0."""
+    """How a policy is warm-started, or a reward model trained: AdamW, 100 steps of linear warm-up, then a cosine down to 0."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,27 +35,19 @@ class Recipe:
     batch_tokens: int = 2048  # padded tokens per step
     task: Arithmetic = WIDEST
     seed: int = 0
-    eval_prompts: int = 1024  # per distribution
+    eval_prompts: int = 1024  # per distribution of a policy
 
 
 @dataclass(frozen=True)
-class RewardRecipe:
-    """How a reward model is trained on preferences; the optimiser is that of a policy. It grows out of the policy `start` (see preferences.py)."""
+class RewardRecipe(Recipe):
+    """How a reward model is trained on preferences. It grows out of the policy `start` (see preferences.py)."""
 
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    steps: int
-    lr: float
     start: str = "policy_large"
     samples_of: str = "policy_small"  # whose own responses are ranked beside written ones
-    batch_tokens: int = 2048  # padded tokens per step
-    task: Arithmetic = WIDEST
-    seed: int = 0
     eval_prompts: int = 2048
 
 
-RECIPES: dict[str, Recipe | RewardRecipe] = {
+RECIPES: dict[str, Recipe] = {
     "policy_small": Recipe(hidden_size=64, intermediate_size=192, layers=3, steps=5000, lr=3e-3),
     "policy_large": Recipe(hidden_size=96, intermediate_size=288, layers=4, steps=3500, lr=2e-3),
     "reward_small": RewardRecipe(hidden_size=128, intermediate_size=512, layers=6, steps=800, lr=1e-3),

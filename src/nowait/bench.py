@@ -6,108 +6,119 @@ over blocks of ratios inside a block. `seeds` are those of the blocks.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import statistics
 import sys
-import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nowait import config as configs
+from nowait import runs, simulate
 from nowait.batch import Batch, Request
 from nowait.config import Experiment
-from nowait.runtime.device import event_loop
 from nowait.runtime.timeline import Timeline
 
-COUNTED_STEPS = 20  # of each block, after the first eta + 2
-COMPARED = ("sync", "sync_colocated", "recompute", "loglinear")  # what the bench's ratios are made of
+COUNTED_STEPS = 20  # of each block, after the first eta + 2, or `SKIPPED`
+SKIPPED = 4  # steps of a block of the overlapped schedule before it counts: until requests of several steps are in flight
+COMPARED = simulate.METHODS["a3po"]  # what the bench's ratios are made of
 METHODS = (*COMPARED, "behave", "linear", "reuse")
+VARIANTS = {  # of OPPO: method, and the share of B in requests that is overcommitted
+    "sequential": ("sequential", 0.0),
+    "intra": ("intra", 0.0),
+    "inter": ("inter", 0.31),
+    "both": ("both", 0.31),
+    "inter_paper": ("inter", 0.07),
+    "both_paper": ("both", 0.07),  # of the paper's fixed degrees, 4 and 8 of 112, the larger
+}
 COPIED = 64_000_000  # bytes of the copy that memory traffic is compared with
 CLOCKS = ("measured", "wall")
-STAGES = ("step", "generate", "prox_forward", "train", "sync", "reward")
+STAGES = {"step": "step", "generate": "generate", "reward": "reward", "reference": "ref", "forward": "prox_forward", "train": "train"}
 
 
-def asynchronous(
-    config: str = "a3po/setup1",
-    scale: str = "cpu",
-    clock: str = "measured",
-    blocks: int = 3,
-    overrides: list[str] | None = None,
-    methods: tuple[str, ...] = METHODS,
-    steps: int = COUNTED_STEPS,
-) -> dict:
-    """`training_times` of a config's methods, all with the same overrides."""
-    return training_times({m: configs.load(config, scale=scale, method=m, overrides=overrides) for m in methods}, clock, blocks, steps)
+def asynchronous(config: str = "a3po/setup1", scale: str = "cpu", clock: str = "measured", blocks: int = 3) -> dict:
+    """`step_times` of a config's methods."""
+    return step_times({m: configs.load(config, scale, method=m) for m in METHODS}, clock, blocks)
 
 
-def training_times(experiments: dict[str, Experiment], clock: str = "measured", blocks: int = 3, steps: int = COUNTED_STEPS) -> dict:
-    """Seconds per training step of A-3PO against synchronous training, recomputation and whatever else is in `experiments`, without evaluation.
+def overlap(config: str = "oppo/stackexchange_3b", scale: str = "cpu", clock: str = "measured", blocks: int = 3) -> dict:
+    """`step_times` of a config's variants with a fixed Δ each."""
+    return step_times(variants(lambda method, more: configs.load(config, scale, more, method)), clock, blocks)
 
-    measured: each call costs its processor time, devices never contend. wall: two worker processes, real seconds.
-    sampler_s, update_s, forward_s are those of the asynchronous runs per step; synchronous_sampler_s waits for the longest response.
-    overlap_efficiency = ideal over elapsed time of A-3PO's step; ideal is the busier device's decoding or updating by itself, in processor
-    time with the other device at rest, so that on the wall clock contention counts as loss, like waiting and the transfer of weights.
-    rows: per method seconds per step (median, and of each block), its own stages, busiest_s (work of its busier device, at most the step),
-    and the tokens trained with staleness 0, 1, 2, ... with their mean. Raises ValueError for another clock, and unless the methods of
-    `COMPARED` are there.
+
+def variants(load: Callable[[str, list[str]], Experiment]) -> dict[str, Experiment]:
+    """The experiments of `VARIANTS`; load(method, overrides) makes one."""
+    batch, made = load("sequential", []).schedule.batch_size, {}
+    for name, (method, share) in VARIANTS.items():
+        degree = max(1, round(share * batch)) if share else 0
+        fixed = [f"overlap.{key}={degree}" for key in ("delta", "delta_min", "delta_max")]
+        made[name] = load(method, ["overlap.rule=fixed", "overlap.chunk_candidates=[]", *fixed, f"sampler.slots={batch + degree}"])
+    return made
+
+
+def step_times(experiments: dict[str, Experiment], clock: str = "measured", blocks: int = 3, steps: int = COUNTED_STEPS) -> dict:
+    """Seconds per training step, without evaluation, of A-3PO's methods or of OPPO's variants: medians over blocks, of ratios inside a block.
+
+    measured: each call costs its processor time, devices never contend. wall: a process per device, real seconds.
+    overlap_efficiency = ideal over elapsed time of the paper's own method; ideal is the work of its busiest device (A-3PO: decoding or updating)
+    by itself, in processor time with the other device at rest, so that on the wall clock contention counts as loss, like waiting and the transfer
+    of weights. rows: per method seconds per step (median, and of each block) and its own stages.
+
+    A-3PO: sampler_s, update_s, forward_s are those of the asynchronous runs per step; synchronous_sampler_s waits for the longest response. rows
+    have busiest_s (work of the busier device, at most the step) and the tokens trained with staleness 0, 1, 2, ... with their mean.
+    OPPO: utilisation is the busy share of the devices, mean; one decoding row counts as busy, so occupancy (live sequences over those that were let
+    in, mean over decode steps) stands beside it. overcommit_share: Δ / B, at the top that of `both`.
+    Raises ValueError for another clock, and unless the paper's methods are there.
     """
-    if missing := [m for m in COMPARED if m not in experiments]:
-        raise ValueError(f"the bench compares {', '.join(COMPARED)}; add {', '.join(missing)}")
-    facts, results, alone = interleaved(experiments, "loglinear", _block, clock, blocks, steps)
-    return facts | _summary(results, [block["busiest"] for block in alone])
-
-
-def interleaved(
-    experiments: dict[str, Experiment], chosen: str, block: Callable[..., dict], clock: str, blocks: int, steps: int
-) -> tuple[dict, dict[str, list[dict]], list[dict]]:
-    """`block(experiment, clock, steps, seed)` of every experiment in turn: what was run, the results by name, and those of `chosen` in processor
-    time. Raises ValueError for another clock.
-    """
+    overlapped = next(iter(experiments.values())).schedule.kind == "overlapped"
+    compared = simulate.METHODS["oppo" if overlapped else "a3po"]
+    if missing := [m for m in compared if m not in experiments]:
+        raise ValueError(f"the bench compares {', '.join(compared)}; add {', '.join(missing)}")
     if clock not in CLOCKS:
         raise ValueError(f"a bench has no clock {clock!r}; choose {' or '.join(CLOCKS)}")
-    results, alone, names = {name: [] for name in experiments}, [], list(experiments)
+    results, ideals, names, ours = {name: [] for name in experiments}, [], list(experiments), compared[-1]
     for number in range(blocks):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            results[name].append(block(experiments[name], clock, steps, number))
+            results[name].append(_block(experiments[name], clock, steps, number))
             say(f"block {number + 1} of {blocks}, {name}: {results[name][-1]['step']:.3f} s per step")
-        alone.append(results[chosen][-1] if clock == "measured" else block(experiments[chosen], "measured", steps, number))
-    ours = experiments[chosen]
-    facts = {"config": ours.name, "scale": ours.scale, "clock": clock, "blocks": blocks, "seeds": list(range(blocks)), "counted_steps": steps}
-    return facts, results, alone
+        alone = results[ours][-1] if clock == "measured" else _block(experiments[ours], "measured", steps, number)
+        ideals.append(alone["busiest"])
+    facts = {"config": experiments[ours].name, "scale": experiments[ours].scale, "clock": clock, "blocks": blocks}
+    facts |= {"seeds": list(range(blocks)), "counted_steps": steps}
+    facts["overlap_efficiency"] = statistics.median(ideal / block["step"] for ideal, block in zip(ideals, results[ours], strict=True))
+    return facts | (_oppo(experiments, results) if overlapped else _a3po(results))
 
 
-def _block(experiment: Experiment, clock_name: str, steps: int, seed: int) -> dict:
+def _block(experiment: Experiment, clock: str, steps: int, seed: int) -> dict:
     """Means per counted step of one short training."""
-    skipped = experiment.schedule.max_staleness + 2
-    rows, _ = short_training(experiment, clock_name, skipped + steps, seed)
-    out = {name: statistics.fmean(row[f"time/{name}"] for row in rows[skipped:]) for name in STAGES}
-    stages = out["generate"], out["train"] + out["prox_forward"]
-    shared = any({"sampler", "learner"} <= set(hosted) for hosted in experiment.runtime.placement.values())
-    return out | {"busiest": sum(stages) if shared else max(stages), "hist": added(row["stale/hist"] for row in rows[skipped:])}
+    overlapped = experiment.schedule.kind == "overlapped"
+    skipped = SKIPPED if overlapped else experiment.schedule.max_staleness + 2
+    rows, timeline = short_training(experiment, clock, skipped + steps, seed)
+    counted = rows[skipped:]
+    out = {name: statistics.fmean(row.get(f"time/{key}", 0.0) for row in counted) for name, key in STAGES.items()}
+    if not overlapped:
+        stages = out["generate"], out["train"] + out["forward"]
+        shared = any({"sampler", "learner"} <= set(hosted) for hosted in experiment.runtime.placement.values())
+        return out | {"busiest": sum(stages) if shared else max(stages), "hist": added(row["stale/hist"] for row in counted)}
+    work: dict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.step >= skipped and span.device != "driver":
+            work[span.device] += (span.end - span.start) / steps
+    occupancy = statistics.fmean(row["perf/occupancy"] for row in counted)
+    return out | {"busiest": max(work.values()), "utilisation": sum(work.values()) / len(work) / out["step"], "occupancy": occupancy}
 
 
 def short_training(experiment: Experiment, clock_name: str, steps: int, seed: int) -> tuple[list[dict], Timeline]:
     """Metrics of every step and all calls of a training without evaluation; on the wall clock with a process for each device."""
-    from nowait.training import make_clock, stream
-
     schedule = experiment.schedule.model_copy(update={"steps": steps, "eval_every": 0, "checkpoint_every": 0})
     runtime = experiment.runtime.model_copy(update={"clock": clock_name, "executor": "process" if clock_name == "wall" else "inline"})
-    experiment, rows, timeline = experiment.model_copy(update={"schedule": schedule, "runtime": runtime}), [], Timeline()
-    clock = make_clock(experiment)
-
-    async def drive() -> None:
-        with tempfile.TemporaryDirectory(prefix="nowait-") as snapshots:
-            async for record in stream(experiment, seed, clock, timeline, snapshots=Path(snapshots)):
-                rows.append(record.metrics)
-
-    with asyncio.Runner(loop_factory=lambda: event_loop(clock)) as runner:
-        runner.run(drive())
-    return rows, timeline
+    timeline = Timeline()
+    training = runs.steps(experiment.model_copy(update={"schedule": schedule, "runtime": runtime}), seed, timeline=timeline)
+    return [record.metrics for record in training], timeline
 
 
 def added(counts: Iterable[list[int]]) -> list[int]:
@@ -115,35 +126,51 @@ def added(counts: Iterable[list[int]]) -> list[int]:
     return [sum(column) for column in itertools.zip_longest(*counts, fillvalue=0)]
 
 
-def _summary(results: dict[str, list[dict]], ideals: list[float]) -> dict:
-    def median(ratio) -> float:
-        return statistics.median(ratio({m: blocks[i] for m, blocks in results.items()}) for i in range(len(ideals)))
-
-    rows = [_row(method, blocks) for method, blocks in results.items()]
-    forward_over_update = median(lambda b: b["recompute"]["prox_forward"] / b["recompute"]["train"])
+def _a3po(results: dict[str, list[dict]]) -> dict:
+    names, rows = {"generate": "sampler_s", "train": "update_s", "forward": "forward_s", "busiest": "busiest_s"}, {}
+    for method, several in results.items():
+        staleness = added(block["hist"] for block in several)
+        mean = sum(d * count for d, count in enumerate(staleness)) / sum(staleness)
+        rows[method] = {"method": method, **_row(several, names), "mean_staleness": mean, "staleness": staleness}
+    forward_over_update = _ratio(results, "recompute", "forward", "recompute", "train")
     return {
-        "speedup_over_sync": median(lambda b: b["sync"]["step"] / b["loglinear"]["step"]),
-        "speedup_over_sync_colocated": median(lambda b: b["sync_colocated"]["step"] / b["loglinear"]["step"]),
-        "speedup_over_recompute": median(lambda b: b["recompute"]["step"] / b["loglinear"]["step"]),
+        **{f"speedup_over_{name}": _ratio(results, name, "step", "loglinear", "step") for name in COMPARED[:-1]},
         "forward_over_update": forward_over_update,
         "bound_over_recompute": 1 + forward_over_update,
-        "overlap_efficiency": statistics.median(ideal / b["step"] for ideal, b in zip(ideals, results["loglinear"], strict=True)),
-        "sampler_s": median(lambda b: b["loglinear"]["generate"]),
-        "update_s": median(lambda b: b["loglinear"]["train"]),
-        "forward_s": median(lambda b: b["recompute"]["prox_forward"]),
-        "synchronous_sampler_s": median(lambda b: b["sync"]["generate"]),
-        "sampler_over_update": median(lambda b: b["loglinear"]["generate"] / b["loglinear"]["train"]),
-        "mean_staleness": next(row["mean_staleness"] for row in rows if row["method"] == "loglinear"),
-        "rows": rows,
+        "sampler_s": rows["loglinear"]["sampler_s"],
+        "update_s": rows["loglinear"]["update_s"],
+        "forward_s": rows["recompute"]["forward_s"],
+        "synchronous_sampler_s": rows["sync"]["sampler_s"],
+        "sampler_over_update": _ratio(results, "loglinear", "generate", "loglinear", "train"),
+        "mean_staleness": rows["loglinear"]["mean_staleness"],
+        "rows": list(rows.values()),
     }
 
 
-def _row(method: str, blocks: list[dict]) -> dict:
-    names = {"step": "seconds_per_step", "generate": "sampler_s", "train": "update_s", "prox_forward": "forward_s", "busiest": "busiest_s"}
-    medians = {shown: statistics.median(b[name] for b in blocks) for name, shown in names.items()}
-    staleness = added(b["hist"] for b in blocks)
-    mean = sum(d * count for d, count in enumerate(staleness)) / sum(staleness)
-    return {"method": method, **medians, "mean_staleness": mean, "staleness": staleness, "blocks": [b["step"] for b in blocks]}
+def _oppo(experiments: dict[str, Experiment], results: dict[str, list[dict]]) -> dict:
+    names, rows = {name: name for name in (*list(STAGES)[1:], "utilisation", "occupancy")}, {}
+    for name, several in results.items():
+        experiment = experiments[name]
+        share = experiment.overlap.delta / experiment.schedule.batch_size if experiment.overlap.inter else 0.0
+        rows[name] = {"variant": name, "speedup": _ratio(results, "sequential", "step", name, "step"), "overcommit_share": share}
+        rows[name] |= _row(several, names)
+    return {
+        **{f"speedup_{name}": rows[name]["speedup"] for name in ("both", "intra", "inter")},
+        **{f"{name}_gain": _ratio(results, "both", name, "sequential", name) for name in ("utilisation", "occupancy")},
+        "overcommit_share": rows["both"]["overcommit_share"],
+        "rows": list(rows.values()),
+    }
+
+
+def _row(several: list[dict], names: dict[str, str]) -> dict[str, Any]:
+    """Medians over blocks under the names that they are shown by, and the seconds per step of each block."""
+    medians = {shown: statistics.median(block[name] for block in several) for name, shown in {"step": "seconds_per_step", **names}.items()}
+    return medians | {"blocks": [block["step"] for block in several]}
+
+
+def _ratio(results: dict[str, list[dict]], one: str, quantity: str, other: str, over: str) -> float:
+    """Median over blocks of a quantity of one method over one of another."""
+    return statistics.median(a[quantity] / b[over] for a, b in zip(results[one], results[other], strict=True))
 
 
 def sampler(blocks: int = 3) -> dict:

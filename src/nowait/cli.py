@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -95,44 +94,7 @@ def train(
     from nowait.config import load
 
     experiment = load(config, scale, setting, method)
-    folder = out or runs.folder(experiment, seed)
-    with _progress(folder / "metrics.jsonl", experiment.schedule.steps):
-        result = runs.run(experiment, seed, folder, use_wandb=not no_wandb)
-    _print_aligned(description.describe(result))
-
-
-@contextmanager
-def _progress(metrics: Path, steps: int) -> Iterator[None]:
-    """A bar on stderr that follows the metrics file of a run."""
-    from tqdm import tqdm
-
-    finished = threading.Event()
-
-    def follow() -> None:
-        with tqdm(total=steps, unit="step") as bar:
-            done = False
-            while not done:
-                done = finished.wait(0.5)
-                record = _last_record(metrics)
-                if record.get("step", 0) > bar.n:
-                    bar.set_postfix(reward=record.get("rollout/reward_mean"), refresh=False)
-                    bar.update(record["step"] - bar.n)
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        thread.join()
-
-
-def _last_record(metrics: Path) -> dict[str, Any]:
-    """The last complete line of a metrics file that may be growing; empty where there is none."""
-    try:
-        return json.loads(metrics.read_bytes().split(b"\n")[-2])
-    except (OSError, ValueError, IndexError):  # not there, damaged, empty
-        return {}
+    _print_aligned(description.describe(runs.run(experiment, seed, out, use_wandb=not no_wandb, progress=True)))
 
 
 @app.command()
@@ -146,6 +108,10 @@ def sample(
     import torch
     from transformers.utils import logging
 
+    from nowait import tasks
+    from nowait.config import TaskConfig
+    from nowait.workers.models import eos_ids
+
     logging.disable_progress_bar()
     result = _trained(_find(run))
     config = result.manifest["config"]
@@ -153,27 +119,16 @@ def sample(
     unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
     if unknown or not prompt:
         what = f"--prompt has {' '.join(unknown)!r}, which the policy's tokenizer does not know" if unknown else "--prompt is empty"
-        raise ValueError(f"{what}; a prompt of this run's task: {_prompt_of(config['task'])}")
+        example = tasks.load(TaskConfig(**config["task"])).prompt("eval", 0)
+        raise ValueError(f"{what}; a prompt of this run's task: {example}")
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     longest, temperature = config["sampler"]["max_new_tokens"], config["sampler"]["temperature"]
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
     responses = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **sampling)[:, ids.shape[1] :]
     for response in responses.tolist():
-        ended = any(token in response for token in _ends(model))
+        ended = any(token in response for token in eos_ids(model))
         print(tokenizer.decode(response, skip_special_tokens=True) + ("" if ended else f"  [cut at {longest} tokens]"))
-
-
-def _ends(model) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    return ends if isinstance(ends, list) else [ends]
-
-
-def _prompt_of(task: dict) -> str:
-    from nowait import tasks
-    from nowait.config import TaskConfig
-
-    return tasks.load(TaskConfig(**task)).prompt("eval", 0)
 
 
 @app.command()
@@ -249,7 +204,7 @@ def show(run: Run, yaml: Annotated[bool, typer.Option("--yaml", help="print its 
 
 
 @runs_app.command()
-def diff(a: Annotated[str, typer.Argument(metavar="RUN")], b: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
+def diff(a: Run, b: Run) -> None:
     """Settings, code, versions and results in which two runs differ."""
     from nowait import config, description
 
@@ -303,9 +258,9 @@ def bench(
     import inspect
     from contextlib import redirect_stdout
 
-    from nowait import bench, bench_overlap
+    from nowait import bench
 
-    benches = {"async": bench.asynchronous, "overlap": bench_overlap.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
+    benches = {"async": bench.asynchronous, "overlap": bench.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
     if name not in benches:
         raise ValueError(f"no bench {name!r}; choose one of {', '.join(benches)}")
     given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks}
@@ -333,11 +288,7 @@ def simulate(
     overrides = _assuming(hardware, setting)
     if fit:
         return print(simulate.fit(config, overrides).model_dump_json())
-    found = simulate.compare(config, overrides, steps)
-    if trace:
-        trace.mkdir(parents=True, exist_ok=True)
-        for method in found:
-            simulate.simulate(*simulate.load(config, method, overrides), steps).timeline.to_trace(trace / f"{method}.json")
+    found = simulate.compare(config, overrides, steps, trace)
     if as_json:
         return print(json.dumps(found, allow_nan=False))
     names = next(iter(found.values()))

@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -31,22 +31,27 @@ def checks() -> Iterator[Check]:
     """Examine the installation; reads only."""
     yield Check("nowait", f"{__version__}, commit {runs.commit()}, code {runs.code_digest()}")
     yield Check("python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}")
-    yield _packages()
+    yield from _tried("packages", _packages, INSTALL)
     threads = os.environ.get("OMP_NUM_THREADS", "not set (workers have the threads of their config, everything else takes all CPUs)")
     yield Check("threads", f"{os.cpu_count()} CPUs, OMP_NUM_THREADS {threads}")
-    yield Check("devices", _devices())
-    yield _assets()
-    yield _kernel()
+    yield from _tried("devices", _devices, INSTALL)
+    yield from _tried("assets", _assets, "restore the files of src/nowait/data, or run `nowait assets build`")
+    yield from _tried("notebooks", _kernel, INSTALL)
     yield _folder()
     yield Check("wandb", f"WANDB_MODE {os.environ.get('WANDB_MODE', 'not set: online after `wandb login`, else offline')}; --no-wandb: off")
 
 
-def _packages() -> Check:
-    """Installed versions of what the package requires; a difference from constraints.txt is said and is no fault."""
+def _tried(name: str, look: Callable[[], tuple[str, str | None]], remedy: str) -> Iterator[Check]:
+    """What a look that imports something found, or why it failed."""
     try:
-        required = [line for line in metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
-    except metadata.PackageNotFoundError:
-        return Check("packages", f"{DISTRIBUTION} is not installed", INSTALL)
+        yield Check(name, *look())
+    except (ImportError, ValueError) as error:
+        yield Check(name, str(error), remedy)
+
+
+def _packages() -> tuple[str, str | None]:
+    """Installed versions of what the package requires; a difference from constraints.txt is said and is no fault."""
+    required = [line for line in metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)) if CONSTRAINTS.is_file() else {}
     shown, missing = [], []
     for name in (re.match(r"[\w.-]+", line).group() for line in required):
@@ -58,37 +63,30 @@ def _packages() -> Check:
         pin = pinned.get(name, version)
         shown.append(f"{name} {version}" + ("" if version.split("+")[0] == pin else f" (constraints.txt: {pin})"))
     text = ", ".join([*shown, *(f"no {name}" for name in missing)])
-    return Check("packages", text, f"install {', '.join(missing)}: {INSTALL}" if missing else None)
+    return text, f"install {', '.join(missing)}: {INSTALL}" if missing else None
 
 
-def _devices() -> str:
-    try:
-        import torch
-    except ImportError as error:
-        return f"unknown, torch cannot be imported: {error}"
+def _devices() -> tuple[str, None]:
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(gpus) or "CPU only, which is what the scales cpu and smoke use"
+    return ", ".join(gpus) or "CPU only, which is what the scales cpu and smoke use", None
 
 
-def _assets() -> Check:
-    try:
-        from nowait import assets
+def _assets() -> tuple[str, str | None]:
+    from nowait import assets
 
-        names = assets.verify()
-    except (ImportError, ValueError) as error:
-        return Check("assets", str(error), "restore the files of src/nowait/data, or run `nowait assets build`")
+    names = assets.verify()
     missing = sorted(set(assets.RECIPES) - set(names))
-    return Check("assets", ", ".join(names) or "none", f"`nowait assets build {' '.join(missing)}`" if missing else None)
+    return ", ".join(names) or "none", f"`nowait assets build {' '.join(missing)}`" if missing else None
 
 
-def _kernel() -> Check:
-    remedy = f"{sys.executable} -m ipykernel install --sys-prefix"
-    try:
-        from jupyter_client.kernelspec import KernelSpecManager
-    except ImportError as error:
-        return Check("notebooks", str(error), INSTALL)
+def _kernel() -> tuple[str, str | None]:
+    from jupyter_client.kernelspec import KernelSpecManager
+
     found = KernelSpecManager().find_kernel_specs()
-    return Check("notebooks", f"kernel python3 {found.get('python3', 'not found')}", None if "python3" in found else remedy)
+    remedy = None if "python3" in found else f"{sys.executable} -m ipykernel install --sys-prefix"
+    return f"kernel python3 {found.get('python3', 'not found')}", remedy
 
 
 def _folder() -> Check:

@@ -119,16 +119,13 @@ def sampled_pairs(task: Arithmetic, policy: str, split: Split, rows: list[int], 
 
 
 def _samples(task: Arithmetic, policy: str, split: Split, rows: list[int]) -> list[list[str]]:
+    from nowait.training import load_tokenizer
     from nowait.workers.sampler import HFSampler, generate
 
-    tokenizer = character_tokenizer()
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
+    encode, decode, _ = load_tokenizer(f"asset:{policy}")
     wanted = [make_request(task, encode, split, i, row, SAMPLES, 128, LONGEST) for i, row in enumerate(rows)]
     batch = generate(HFSampler(f"asset:{policy}", slots=128, capacity=128 + LONGEST, stream=2), wanted)
-    texts = [tokenizer.decode(token[:length].tolist()) for token, length in zip(batch.token, batch.length, strict=True)]
+    texts = [decode(token[:length].tolist()) for token, length in zip(batch.token, batch.length, strict=True)]
     return [texts[i : i + SAMPLES] for i in range(0, len(texts), SAMPLES)]
 
 

@@ -11,26 +11,21 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from nowait import runs
 from nowait.config import Experiment, load
+from nowait.results import project
+from nowait.simulate import METHODS
 
 A3PO_METHODS = ("sync", "recompute", "loglinear", "behave", "linear", "reuse")  # sync_colocated makes the same updates as sync
-OPPO_METHODS = ("sequential", "intra", "inter", "both")
+OPPO_METHODS = METHODS["oppo"]
 EXPERIMENTS = {  # folder of notebooks: config: methods
     "a3po": {"a3po/setup1": A3PO_METHODS, "a3po/setup2": A3PO_METHODS},
     "oppo": {f"oppo/{task}": OPPO_METHODS for task in ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b")},
 }
 CELL_TIMEOUT = 3600  # seconds
-
-
-def project() -> Path:
-    """The nearest folder with a pyproject.toml at or above the working directory, else that directory."""
-    here = Path.cwd()
-    return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
 
 
 def figures_dir() -> Path:
@@ -68,7 +63,7 @@ def reproduce(paper: str = "all", scale: str = "cpu", seeds: int = 1, *, use_wan
     root = runs.root().resolve()
     figures = root / "figures-smoke" if scale == "smoke" else figures_dir()
     mirror = {} if use_wandb else {"WANDB_MODE": "disabled"}
-    with _environment(NOWAIT_RUNS=str(root), NOWAIT_FIGURES=str(figures), **mirror):  # for the kernels, which run in the project's folder
+    with patch.dict(os.environ, NOWAIT_RUNS=str(root), NOWAIT_FIGURES=str(figures), **mirror):  # for the kernels, which run in the project's folder
         for name, files in selected.items():
             trained = experiments(name, scale)
             runs.sweep(trained, numbers, use_wandb=use_wandb)
@@ -76,19 +71,6 @@ def reproduce(paper: str = "all", scale: str = "cpu", seeds: int = 1, *, use_wan
             outputs += [_execute(file, scale, numbers, hashes) for file in files]
         report(figures)
     return [*outputs, figures / "report.md"]
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Environment variables for the duration of a block."""
-    before = os.environ.copy()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del os.environ[name]
-        os.environ.update({name: before[name] for name in values if name in before})
 
 
 def _execute(notebook: Path, scale: str, seeds: list[int], hashes: list[str]) -> Path:
@@ -122,12 +104,12 @@ def _papermill(notebook: Path, output: Path, parameters: dict) -> None:
     print(f"executing {notebook.parent.name}/{notebook.name}", file=sys.stderr)
     try:
         papermill.execute_notebook(str(notebook), str(output), {k: v for k, v in parameters.items() if k in known}, **options)
-    except papermill.PapermillExecutionError as error:
-        where, cause = f"notebook {notebook}, In [{error.exec_count}]", f"{error.ename}: {error.evalue}"
-        raise runs.RunFailed(f"{where}: {cause}\nEverything up to there is in {output}; run the same command again to continue") from error
-    except (CellTimeoutError, DeadKernelError) as error:
-        what = f"notebook {notebook}: {error} (a kernel dies when it is killed or out of memory)"
-        raise runs.RunFailed(f"{what}\nEverything up to there is in {output}; run the same command again to continue") from error
+    except (papermill.PapermillExecutionError, CellTimeoutError, DeadKernelError) as error:
+        cause = f": {error} (a kernel dies when it is killed or out of memory)"
+        if isinstance(error, papermill.PapermillExecutionError):
+            cause = f", In [{error.exec_count}]: {error.ename}: {error.evalue}"
+        what = f"notebook {notebook}{cause}\nEverything up to there is in {output}"
+        raise runs.RunFailed(f"{what}; run the same command again to continue") from error
     except KeyboardInterrupt:
         logging.getLogger("asyncio").disabled = True  # at exit it would print the traceback of a task that nbclient leaves behind
         raise

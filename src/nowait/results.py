@@ -72,12 +72,16 @@ class RunResult:
         return AutoModelForCausalLM.from_pretrained(self.path / "policy").eval(), AutoTokenizer.from_pretrained(self.path / "policy")
 
 
-def root() -> Path:
-    """Folder of all runs: $NOWAIT_RUNS, or runs/ beside the nearest pyproject.toml above the working directory, else here."""
-    if configured := os.environ.get("NOWAIT_RUNS"):
-        return Path(configured).expanduser()
+def project() -> Path:
+    """The nearest folder with a pyproject.toml at or above the working directory, else that directory."""
     here = Path.cwd()
-    return next((p / "runs" for p in (here, *here.parents) if (p / "pyproject.toml").exists()), here / "runs")
+    return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
+
+
+def root() -> Path:
+    """Folder of all runs: $NOWAIT_RUNS, or runs/ of the project."""
+    configured = os.environ.get("NOWAIT_RUNS")
+    return Path(configured).expanduser() if configured else project() / "runs"
 
 
 def folder(experiment: Experiment, seed: int) -> Path:

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import aclosing, contextmanager, suppress
 from importlib import metadata
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from tqdm.auto import tqdm
 
 from nowait import checkpoint, tasks
 from nowait.config import Experiment
@@ -96,7 +97,7 @@ def steps(
         thread.join()
 
 
-def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb: bool = True) -> RunResult:
+def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb: bool = True, progress: bool = False) -> RunResult:
     """Train to the end and return what was recorded; a finished run of equal hash is returned as it is, an unfinished one continued.
 
     Raises `RunFailed`, and ValueError for a seed that is none; what was recorded until then stays in the folder.
@@ -115,7 +116,7 @@ def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb
             if saved:
                 done = saved[0]
                 _check_records(path, done)
-            _train(path, experiment, seed, saved[1] if saved else None, use_wandb)
+            _train(path, experiment, seed, saved[1] if saved else None, use_wandb, progress)
         except BaseException as error:
             _fail(path, experiment, error, max(done, _recorded(path)))
     return RunResult(path)
@@ -145,13 +146,14 @@ def _check_records(path: Path, done: int) -> None:
             raise ValueError(f"{path / name} lacks step {min(steps_lost)}, which the checkpoint of step {done} is past. {remedy}")
 
 
-def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool) -> None:
+def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool, progress: bool) -> None:
     before = RunResult(path).manifest if (path / "manifest.json").exists() else {}
     manifest = _manifest(experiment, seed, before.get("started", time.time()))
     _write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
     timeline, gpu, written, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, False
+    bar = tqdm(total=experiment.schedule.steps, unit="step", disable=not progress)
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
@@ -168,8 +170,11 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
                 _make_durable(path)  # a checkpoint must not outlive the records of its steps
                 checkpoint.save(path / "checkpoint", record.step, record.state)
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
+            bar.set_postfix(reward=record.metrics.get("rollout/reward_mean"), refresh=False)
+            bar.update(record.step - bar.n)
         ok = True
     finally:
+        bar.close()
         gpu.stop()
         tracker.close(failed=not ok)
     with _disk(path / "policy"):
@@ -288,19 +293,16 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
 
 
 def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool, progress: bool) -> None:
-    from tqdm.auto import tqdm
-
     threads = max(e.runtime.threads for e, _ in missing)
     pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(threads, os.getpid()))
-    futures = {pool.submit(_run_in_worker, e, seed, use_wandb): (e, seed) for e, seed in missing}
+    futures = {pool.submit(run, e, seed, use_wandb=use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:
         waiting = set(futures)
         while waiting:
-            time.sleep(0.5)
+            done, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
             bar.update(sum(min(_lines(folder(e, s)), e.schedule.steps) for e, s in missing) - bar.n)
-            for future in [f for f in waiting if f.done()]:
-                waiting.remove(future)
+            for future in done:
                 experiment, seed = futures[future]
                 try:
                     future.result()
@@ -330,7 +332,3 @@ def _start_worker(threads: int, parent: int) -> None:
 def end_with(parent: int) -> None:
     """End this process when its parent has died without telling it, as a killed one does."""
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _run_in_worker(experiment: Experiment, seed: int, use_wandb: bool) -> None:
-    run(experiment, seed, use_wandb=use_wandb)

@@ -115,32 +115,33 @@ def load(config: str, method: str, overrides: Iterable[str] = ()) -> tuple[Exper
 def assumptions(config: str, overrides: Iterable[str] = ()) -> Assumptions:
     """Those of a shipped setup, such as oppo/stackexchange_7b, with `key=value` overrides applied. Raises ConfigError."""
     paper, _, setup = config.partition("/")
-    file = find(f"simulation/{paper}")
-    every = read(file)
-    if setup not in every:
-        raise ConfigError([Problem(setup, "nothing is assumed about this setup", f"it has {', '.join(every)}")], file)
+    file, data = _read(f"simulation/{paper}", setup)
     layers = Layers(())
-    layers.merge(every[setup], "file")
+    layers.merge(data, "file")
     for key, value in parse_overrides(overrides, file):
         layers.set(key, value, "override")
-    return _checked(Assumptions, layers.data, file)
+    return _checked(Assumptions, file, layers.data)
 
 
 def hardware(name: str) -> Hardware:
     """A preset of paper_configs/hardware. Raises ConfigError that names what there is."""
-    file = find(f"hardware/{name}")
-    return _checked(Hardware, read(file), file)
+    return _checked(Hardware, *_read(f"hardware/{name}"))
 
 
 def shape(name: str) -> Shape:
     """A model of paper_configs/simulation/models.yaml. Raises ConfigError that names what there is."""
-    every = read(file := find("simulation/models"))
-    if name not in every:
-        raise ConfigError([Problem(name, "no such model", f"there are {', '.join(every)}")], file)
-    return _checked(Shape, every[name], file)
+    return _checked(Shape, *_read("simulation/models", name))
 
 
-def _checked(kind: type, data: dict[str, Any], file: Path) -> Any:
+def _read(stem: str, entry: str | None = None) -> tuple[Path, dict[str, Any]]:
+    """A shipped file and what it says, of one entry or altogether."""
+    data = read(file := find(stem))
+    if entry is not None and entry not in data:
+        raise ConfigError([Problem(entry, "is not in this file", f"there are {', '.join(data)}")], file)
+    return file, data if entry is None else data[entry]
+
+
+def _checked(kind: type, file: Path, data: dict[str, Any]) -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
@@ -177,9 +178,16 @@ def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = N
     return Simulation(rows, timeline, {name: assumed.devices[name] for name in experiment.runtime.placement})
 
 
-def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 40, seed: int = 0) -> tuple[float, dict[str, float]]:
-    """Seconds of a training step with its share of the evaluations, and the summary of the simulated steps; the first eta + 2 do not count."""
-    found = simulate(experiment, assumed, steps, seed).summary(min(steps // 2, experiment.schedule.max_staleness + 2))
+def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 40, trace: Path | None = None) -> tuple[float, dict[str, float]]:
+    """Seconds of a training step with its share of the evaluations, and the summary of the simulated steps; the first eta + 2 do not count.
+
+    `trace`: a file for all calls, which Perfetto shows.
+    """
+    simulation = simulate(experiment, assumed, steps)
+    if trace:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        simulation.timeline.to_trace(trace)
+    found = simulation.summary(min(steps // 2, experiment.schedule.max_staleness + 2))
     every = experiment.schedule.eval_every
     evaluation = evaluation_seconds(experiment, assumed) / every if every else 0.0
     return found["seconds_per_step"] + evaluation, found | {"evaluation": evaluation}
@@ -276,11 +284,14 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
     return crew
 
 
-def compare(config: str, overrides: Iterable[str] = (), steps: int = 40) -> dict[str, dict[str, float]]:
-    """The methods of a setup's paper: seconds per step (with evaluations), speed-up over the first one, and the summary of each."""
+def compare(config: str, overrides: Iterable[str] = (), steps: int = 40, traces: Path | None = None) -> dict[str, dict[str, float]]:
+    """The methods of a setup's paper: seconds per step (with evaluations), speed-up over the first one, and the summary of each.
+
+    `traces`: a folder for METHOD.json of each, with all its calls.
+    """
     found: dict[str, dict[str, float]] = {}
     for method in methods(config):
-        seconds, rest = seconds_per_step(*load(config, method, overrides), steps)
+        seconds, rest = seconds_per_step(*load(config, method, overrides), steps, traces and traces / f"{method}.json")
         base = next(iter(found.values()))["seconds_per_step"] if found else seconds
         found[method] = rest | {"seconds_per_step": seconds, "speedup": base / seconds}
     return found

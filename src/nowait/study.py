@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from IPython.display import Image, Markdown
 
-from nowait import bench, bench_overlap, runs, simulate
+from nowait import bench, runs, simulate
 from nowait.analysis import figures, report, tables
 from nowait.config import METHODS, Experiment, digest, load
 from nowait.config_files import ConfigError, Problem, find
@@ -48,20 +49,6 @@ OPPO_SHOWN = """title schedule.steps schedule.batch_size schedule.group_size sam
     evaluation.samples schedule.eval_every runtime.placement.a runtime.placement.b runtime.clock""".split()
 Results = dict[str, list[RunResult]]  # one config: method (or the name of a variant) -> one run per seed
 Variants = Mapping[str, tuple[str, list[str]]]  # name: method and further overrides
-
-
-class Markdown(str):
-    """Text that a notebook renders."""
-
-    def _repr_markdown_(self) -> str:
-        return str(self)
-
-
-class Picture(str):
-    """Path of a PNG that a notebook shows."""
-
-    def _repr_png_(self) -> bytes:
-        return Path(self).read_bytes()
 
 
 @dataclass(frozen=True)
@@ -118,54 +105,39 @@ def results(plan: Plan, methods: Iterable[str] | Variants = A3PO_METHODS) -> lis
 
 
 def times(plan: Plan, blocks: int, clock: str = "measured", methods: Iterable[str] = bench.METHODS) -> list[dict]:
-    """The bench of training times of every config, one dict each; as short as can be at scale smoke.
+    """The bench of seconds per step of every config, one dict each: of A-3PO's `methods`, or of OPPO's variants; as short as can be at scale smoke.
 
-    Of the knobs it follows those that change how long a step takes.
+    Of the knobs it follows those that change how long a step takes. On the measured clock, which counts processor time, two configs are timed at
+    once, each on a core of its own.
     """
-    return _benches("training_times", plan, [_timed(plan, config, methods) for config in plan.configs], blocks, clock)
-
-
-def overlap_times(plan: Plan, blocks: int) -> list[dict]:
-    """The bench of OPPO's overlaps of every config on the measured clock, one dict each; as short as can be at scale smoke."""
-    return _benches("overlap_times", plan, [_overlapping(plan, config) for config in plan.configs], blocks, "measured")
+    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
+    chosen = [_timed(plan, config, methods) for config in plan.configs]
+    with ThreadPoolExecutor(2 if clock == "measured" else 1) as pool:
+        return list(pool.map(lambda experiments: measured("step_times", experiments, clock=clock, **length), chosen))
 
 
 def validation(plan: Plan, config: str, blocks: int) -> tuple[dict[str, Experiment], dict, RunResult]:
     """What the simulator is held against: experiments by method, the bench on the measured clock that timed them, a finished run of the first."""
-    one = replace(plan, configs=[config])
-    if plan.experiment(config, None).schedule.kind == "overlapped":
-        experiments, (bench_,), first = _overlapping(one, config), overlap_times(one, blocks), "sequential"
-    else:
-        experiments, (bench_,), first = _timed(one, config), times(one, blocks), "sync"
-    return experiments, bench_, results(one, [first])[0][first][0]
+    one, experiments = replace(plan, configs=[config]), _timed(plan, config)
+    first = next(iter(experiments))
+    return experiments, times(one, blocks)[0], results(one, [first])[0][first][0]
 
 
 def _timed(plan: Plan, config: str, methods: Iterable[str] = bench.METHODS) -> dict[str, Experiment]:
-    return {m: plan.experiment(config, m, ("eta", "minibatches")) for m in methods}
-
-
-def _overlapping(plan: Plan, config: str) -> dict[str, Experiment]:
-    return bench_overlap.variants(lambda method, more: plan.experiment(config, method, ("kl",), more))
-
-
-def _benches(kind: str, plan: Plan, chosen: list[dict[str, Experiment]], blocks: int, clock: str) -> list[dict]:
-    """`measured` of several configs. On the measured clock, which counts processor time, two are timed at once, each on a core of its own."""
-    length = {"blocks": 1, "steps": 2} if plan.scale == "smoke" else {"blocks": blocks, "steps": bench.COUNTED_STEPS}
-    with ThreadPoolExecutor(2 if clock == "measured" else 1) as pool:
-        return list(pool.map(lambda experiments: measured(kind, experiments, clock=clock, **length), chosen))
+    if plan.experiment(config, None, knobs=()).schedule.kind == "overlapped":
+        return bench.variants(lambda method, more: plan.experiment(config, method, ("kl",), more))
+    return {method: plan.experiment(config, method, ("eta", "minibatches")) for method in methods}
 
 
 def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: Any) -> dict:
     """What the function `kind` of the benches returns for one or several experiments, measured once and kept; with `provenance`."""
     several = subject if isinstance(subject, dict) else {subject.method: subject}
     hashes = {method: runs.run_hash(e, seed=0) for method, e in several.items()}  # of settings, code and checkpoint
-    module = bench if hasattr(bench, kind) else bench_overlap
-    code = [Path(part.__file__).read_text() for part in (bench, module)]
-    key = json.dumps([kind, hashes, options, code], sort_keys=True)
+    key = json.dumps([kind, hashes, options, Path(bench.__file__).read_text()], sort_keys=True)
     path = runs.root() / "bench" / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not path.is_file():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=runs.end_with, initargs=(os.getpid(),)) as pool:
-            result = pool.submit(getattr(module, kind), subject, **options).result()
+            result = pool.submit(getattr(bench, kind), subject, **options).result()
         configs = {f"bench/{tables.setup(e.name)}/{method}": digest(e) for method, e in several.items()}
         record = {"seeds": result["seeds"], "code": [runs.code_digest()], "config": configs}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +176,7 @@ def verdicts(frames: dict[str, pd.DataFrame], paper: str = "a3po") -> Markdown:
     return Markdown("\n".join(f"- **{verdict}**, {setup}: {target}. {numbers}." for target, setup, verdict, numbers in judged))
 
 
-def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> Picture | Markdown:
+def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> Image | Markdown:
     """Draw the figure or table `name` of nowait.analysis, save it with its CSV and provenance, mirror both to wandb, and return it for display.
 
     It lands in $NOWAIT_FIGURES, which `nowait reproduce` sets; otherwise in figures/, which holds the reproduction, or under the folder of
@@ -218,12 +190,12 @@ def publish(plan: Plan, name: str, frame: pd.DataFrame, several: Iterable[Result
         "parameters": plan.others,
     }
     own = "NOWAIT_FIGURES" not in os.environ and _own(plan, figures.records(figures_dir()).get(name, {}), record)
-    content = {**figures.PLOTS, **figures.TABLES}[name](frame)
+    content = figures.draw(name, frame)
     path = figures.save(content, name, frame, record, runs.root() / "figures-own" if own else figures_dir())
     if os.environ.get("WANDB_MODE") != "disabled":
         _mirror(plan, name, frame, path)
     print(f"{path}, data in {path.with_suffix('.csv').name}; seeds {record['seeds']}, code {', '.join(record['code'])}")
-    return Markdown(content) if isinstance(content, str) else Picture(path)
+    return Markdown(content) if isinstance(content, str) else Image(filename=path)
 
 
 def simulated(plan: Plan) -> dict:

@@ -17,7 +17,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from nowait.assets import EVALUATED, MANIFEST, WEIGHTS, Recipe, RewardRecipe, character_tokenizer, sha256
+from nowait.assets import EVALUATED, MANIFEST, WEIGHTS, Recipe, character_tokenizer, sha256
+from nowait.batch import pad
 from nowait.tasks.arithmetic import Arithmetic
 
 POOL = 2048  # demonstrations sorted by length at a time
@@ -33,7 +34,7 @@ def warm_start(recipe: Recipe, out: Path, progress: bool = True) -> dict:
     return write(recipe, model, out, seconds, results)
 
 
-def write(recipe: Recipe | RewardRecipe, model: PreTrainedModel, out: Path, seconds: float, results: dict) -> dict:
+def write(recipe: Recipe, model: PreTrainedModel, out: Path, seconds: float, results: dict) -> dict:
     """Write model, tokenizer and manifest to the folder `out`; returns the manifest."""
     model.save_pretrained(out)
     (out / WEIGHTS).chmod(0o644)  # safetensors files are private to their owner otherwise
@@ -87,7 +88,7 @@ def _train(recipe: Recipe, tokenizer: Qwen2Tokenizer, progress: bool) -> Qwen2Fo
     return fit(model, recipe, _batches(recipe, tokenizer), loss_of, progress)
 
 
-def fit(model: PreTrainedModel, recipe: Recipe | RewardRecipe, batches: Iterator, loss_of: Callable, progress: bool) -> PreTrainedModel:
+def fit(model: PreTrainedModel, recipe: Recipe, batches: Iterator, loss_of: Callable, progress: bool) -> PreTrainedModel:
     """Minimise `loss_of(batch)` over the recipe's number of batches, one optimiser step each; returns the model in eval mode."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -114,7 +115,7 @@ def _batches(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Iterator[tuple[torch.
         text = [prompt + recipe.task.demonstration("train", row) + tokenizer.eos_token for prompt, row in zip(prompts, rows, strict=True)]
         tokens = tokenizer(text)["input_ids"]
         groups = packed(list(map(len, tokens)), recipe.batch_tokens)
-        batches = [_tensors([(tokens[i], len(prompts[i])) for i in group], tokenizer.pad_token_id) for group in groups]
+        batches = [_tensors([np.array(tokens[i]) for i in group], [len(prompts[i]) for i in group], tokenizer.pad_token_id) for group in groups]
         for i in rng.permutation(len(batches)):
             yield batches[i]
 
@@ -131,11 +132,9 @@ def packed(lengths: list[int], most: int) -> Iterator[list[int]]:
         yield group
 
 
-def _tensors(examples: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(token) for token, _ in examples)
-    token = torch.tensor([t + [pad] * (width - len(t)) for t, _ in examples])
-    target = torch.tensor([[-100] * prompt + t[prompt:] + [-100] * (width - len(t)) for t, prompt in examples])
-    return token, target
+def _tensors(tokens: list[np.ndarray], prompts: list[int], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+    token, target = (torch.from_numpy(pad(tokens, value, np.int64)) for value in (fill, -100))
+    return token, target.masked_fill(torch.arange(target.shape[1]) < torch.tensor(prompts)[:, None], -100)
 
 
 def _evaluate(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, task: Arithmetic, prompts: int) -> dict:

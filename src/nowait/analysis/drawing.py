@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import matplotlib.style
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from nowait.analysis.statistics import bootstrap_interval
 
 BAND_SEEDS = 5  # from this many seeds on an interval is drawn instead of the single seeds
-LOOK = {  # label, colour, marker, line: A-3PO's blue circle, green square, red triangle in colour-blind-safe hues, extra methods muted; then OPPO's
-    "sync": ("sync", "#D55E00", "^", "-"),
-    "recompute": ("recompute", "#0072B2", "o", "-"),
-    "loglinear": ("A-3PO (loglinear)", "#009E73", "s", "-"),
-    "sync_colocated": ("sync, colocated", "#C9A48C", "v", "--"),
-    "loglinear_theta": ("A-3PO, fresh = theta", "#A9A9A9", "*", "-."),
-    "linear": ("linear", "#B5A642", "d", "--"),
-    "behave": ("behave", "#8F7BA6", "x", ":"),
-    "reuse": ("reuse", "#6E7F8D", "P", "-."),
-    "sequential": ("sequential", "#D55E00", "^", "-"),
-    "intra": ("intra only", "#CC79A7", "v", "-"),
-    "inter": ("inter only", "#0072B2", "o", "-"),
-    "both": ("OPPO (both)", "#009E73", "s", "-"),
-    "inter_paper": ("inter only, Δ = 1", "#7FB8D8", "d", "--"),
-    "both_paper": ("both, Δ = 1", "#7FCEB9", "P", "--"),
-    "fixed 4": ("fixed 4", "#D55E00", "^", "--"),
-    "fixed 8": ("fixed 8", "#E69F00", "v", "--"),
-    "slope": ("slope (text)", "#0072B2", "o", "-"),
-    "algorithm1": ("Algorithm 1", "#CC79A7", "d", "-"),
-    "trend": ("trend (ours)", "#009E73", "s", "-"),
-    "staleness 5": ("staleness up to 5", "#0072B2", "o", "-"),
-    "staleness 16": ("staleness up to 16", "#CC79A7", "v", "-"),
-}
-_OTHER = ("#555555", ".", ":")  # a method of the user's own
-_STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "savefig.dpi": 150,
-}
+LOOK = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))  # of a method: label, colour, marker, line
+STYLE = ["default", Path(__file__).with_name("nowait.mplstyle")]
 
 
-def styled(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Draw in our style whatever the user's own settings are."""
+def styled(plot: Callable) -> Callable:
+    """Draw, or save, in our style whatever the user's own settings are."""
 
     @functools.wraps(plot)
-    def drawn(*args, **kwargs) -> Figure:
-        with matplotlib.style.context(["default", _STYLE]):
+    def drawn(*args, **kwargs):
+        with matplotlib.style.context(STYLE):
             return plot(*args, **kwargs)
 
     return drawn
 
 
+def panels(rows: int, columns: int, width: float, height: float, **options) -> tuple[Figure, np.ndarray]:
+    """A figure of so many inches and its axes [rows, columns]."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
 def finish(figure: Figure) -> Figure:
-    """One legend for all panels, below them."""
-    drawn = {line.get_gid() for ax in figure.axes for line in ax.get_lines()}
-    handles = [curve(figure.axes[0], [], [], method) for method in ordered(drawn)]
+    """One legend for all panels, below them: of the methods by which curves and bars are marked (gid)."""
+    drawn = {artist.get_gid(): artist for ax in figure.axes for artist in [*ax.lines, *ax.patches] if artist.get_gid()}
+    bars = {method for method, artist in drawn.items() if isinstance(artist, Patch)}
+    handles = [Patch(color=look(m)[1], label=look(m)[0]) if m in bars else curve(figure.axes[0], [], [], m) for m in ordered(drawn)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
+def look(method: str) -> tuple[str, str, str, str]:
+    """Label, colour, marker and line of a method, also of a user's own."""
+    return LOOK.get(method, (method, "#555555", ".", ":"))
+
+
 def curve(ax, x, y, method: str, **options) -> Line2D:
-    label, colour, marker, line = LOOK.get(method, (method, *_OTHER))
+    label, colour, marker, line = look(method)
     options = {"marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6, **options}
     return ax.plot(x, y, color=colour, label=label, gid=method, **options)[0]
 
@@ -94,30 +77,27 @@ def _runs(ax, x: np.ndarray, values: np.ndarray, method: str) -> None:
     if len(values) > 1:
         line = curve(ax, x, values.mean(0), method, markevery=max(1, len(x) // 10))
     if len(values) >= BAND_SEEDS:
-        ax.fill_between(x, *band(values), color=line.get_color(), alpha=0.2, linewidth=0)
+        ax.fill_between(x, *bootstrap_interval(values, np.random.default_rng(0)), color=line.get_color(), alpha=0.2, linewidth=0)
         return
     thin = {"alpha": 0.5, "marker": ""} if len(values) > 1 else {"markevery": max(1, len(x) // 10)}
     for seed in values:
         curve(ax, x, seed, method, linewidth=0.8, **thin)
 
 
-def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap interval of the mean over seeds of values [seeds, points]; fewer than five seeds raise."""
-    if len(values) < BAND_SEEDS:
-        raise ValueError(f"a band needs at least {BAND_SEEDS} seeds, got {len(values)}; draw the single seeds")
-    return bootstrap_interval(values, np.random.default_rng(0))
+def ordered(present: Iterable[str]) -> list[str]:
+    """Methods in the order of LOOK, a user's own after them."""
+    return sorted(set(present), key=lambda method: (list(LOOK).index(method) if method in LOOK else len(LOOK), method))
 
 
-def ordered(present) -> list[str]:
-    """The methods among `present`, paper's methods first."""
-    known = [method for method in LOOK if method in present]
-    return known if isinstance(present, dict) else [*known, *sorted(set(present) - set(known))]
+def spaced(name: str) -> str:
+    """A setup or task as it is written in titles."""
+    return name.replace("_", " ").replace("setup", "setup ")
 
 
-def setup_name(setup: str) -> str:
-    return setup.replace("setup", "setup ")
-
-
-def seeds(frame: pd.DataFrame) -> str:
-    counts = frame.groupby("method")["seed"].nunique()
-    return f"n = {counts.min()}" if counts.min() == counts.max() else f"n = {counts.min()} to {counts.max()}"
+def note(frame: pd.DataFrame) -> str:
+    """What the title of measured axes says: scale, how many seeds or, for a bench, blocks, and clock."""
+    scale, clock = ("/".join(frame[name].unique()) for name in ("scale", "clock"))
+    of = next(name for name in ("seed", "seeds", "blocks") if name in frame)
+    counts = frame.groupby("method")["seed"].nunique() if of == "seed" else frame[of]
+    n = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    return f"{scale} scale\nn = {n}{' blocks' if of == 'blocks' else ''}, clock = {clock}"

@@ -6,64 +6,39 @@ A plot takes the tidy frame that is saved as CSV beside the picture (columns set
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
-from PIL import Image
 
 from nowait import published
-from nowait.analysis import oppo_figures, simulated_figures, studies_figures
-from nowait.analysis.drawing import curve, finish, measured_curves, ordered, seeds, setup_name, styled
-from nowait.analysis.tables import TABLES as A3PO_TABLES
+from nowait.analysis import oppo_figures, simulated_figures, tables
+from nowait.analysis.drawing import LOOK, curve, finish, measured_curves, note, ordered, panels, spaced, styled
 
 
-@styled
-def train_reward(frame: pd.DataFrame, x: str = "step") -> Figure:
-    """Training reward, means over bins of steps; x is "step" or "seconds"."""
-    figure, rows = _grid(frame, "training reward")
+def curves(frame: pd.DataFrame, fact: str, column: str, label: str, x: str = "step", binned: str | None = "mean") -> Figure:
+    """The published curves of `fact` and the measured ones of `column`; x is "step", or "seconds" (published: hours)."""
+    figure, rows = _grid(frame, label)
     for setup, (left, right) in rows.items():
-        facts, centres = _facts("train_reward", setup), np.mean(_facts("train_reward", setup)["bins"], axis=1)
-        seconds = published.load("a3po")["tables"]["seconds_per_step"][setup]
-        for method in ordered(facts):
-            curve(left, centres if x == "step" else centres * seconds[method] / 3600, facts[method], method)
-        left.set_xlabel("training step" if x == "step" else "hours (step x mean hours per step)")
-        measured_curves(right, frame[frame["setup"] == setup], x, "rollout/reward_mean", binned="mean")
+        facts = _facts(fact, setup)
+        steps = np.array(facts["steps"]) if "steps" in facts else np.mean(facts["bins"], axis=1)
+        hours, meaning = facts.get("hours"), "hours since the first evaluation"
+        if hours is None:
+            seconds = published.load("a3po")["tables"]["seconds_per_step"][setup]
+            hours, meaning = {method: steps * value / 3600 for method, value in seconds.items()}, "hours (step x mean hours per step)"
+        for method in ordered(facts.keys() & LOOK.keys()):
+            curve(left, steps if x == "step" else hours[method], facts[method], method)
+        left.set_xlabel("training step" if x == "step" else meaning)
+        measured_curves(right, frame[frame["setup"] == setup], x, column, binned)
     return finish(figure)
 
 
-@styled
-def eval_reward(frame: pd.DataFrame, x: str = "step") -> Figure:
-    """Evaluation reward at each evaluation; x is "step" or "seconds"."""
-    figure, rows = _grid(frame, "evaluation reward")
-    for setup, (left, right) in rows.items():
-        facts = _facts("eval_reward", setup)
-        for method in ordered(facts):
-            curve(left, facts["steps"] if x == "step" else facts["hours"][method], facts[method], method)
-        left.set_xlabel("training step" if x == "step" else "hours since the first evaluation")
-        measured_curves(right, frame[frame["setup"] == setup], x, "eval/reward")
-    return finish(figure)
-
-
-@styled
-def clipped_tokens(frame: pd.DataFrame) -> Figure:
-    """Tokens per training step whose gradient the clip removes, means over bins of steps; the frame also holds their fraction."""
-    return _by_step(frame, "clipped_tokens", "train/clipped_tokens", "clipped tokens per step")
-
-
-@styled
-def entropy(frame: pd.DataFrame) -> Figure:
-    """Policy entropy per token in nats, means over bins of steps."""
-    return _by_step(frame, "entropy", "train/entropy", "entropy (nats per token)")
-
-
-@styled
 def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
     """Largest ("max") or smallest ("min") weight of a step: r = theta/prox as published, then rho = prox/behav, the paper's formula."""
     figure, rows = _grid(frame, f"{extreme} r = theta / prox", columns=3)
@@ -81,46 +56,46 @@ def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
     return finish(figure)
 
 
-@styled
 def proximal_seconds(frame: pd.DataFrame) -> Figure:
     """Seconds to obtain log pi_prox: forward pass against interpolation (columns as of `tables.proximal_seconds`)."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, ((left, right),) = panels(1, 2, 10, 3.4)
     facts, place = published.load("a3po")["figures"]["proximal_seconds"], {}
     for setup in ("setup1", "setup2"):
         for method in ("recompute", "loglinear"):
             value = facts[setup][method]
-            place[f"{setup_name(setup)}: {method}"] = (method, value.get("typical", value.get("mean")), value.get("range"))
+            place[f"{spaced(setup)}: {method}"] = (method, value.get("typical", value.get("mean")), value.get("range"))
     _dots(left, place)
     left.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
     _dots(right, {f"{row.method},\n{row.tensors}": (row.method, row.seconds, None) for row in frame.itertuples()})
-    scale, blocks, clock = frame[["scale", "blocks", "clock"]].iloc[0]
-    right.set_title(f"measured, {scale} scale, seconds per batch\nn = {blocks}, clock = {clock}")
+    right.set_title(f"measured, seconds per batch, {note(frame)}")
     return figure
 
 
-PLOTS: dict[str, Callable[[pd.DataFrame], Figure]] = {
+TRAIN = {"fact": "train_reward", "column": "rollout/reward_mean", "label": "training reward"}
+EVAL = {"fact": "eval_reward", "column": "eval/reward", "label": "evaluation reward", "binned": None}
+CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {  # a picture, or the Markdown of a table
     "a3po_proximal_seconds": proximal_seconds,
-    "a3po_train_reward_steps": train_reward,
-    "a3po_train_reward_time": functools.partial(train_reward, x="seconds"),
-    "a3po_eval_reward_steps": eval_reward,
-    "a3po_eval_reward_time": functools.partial(eval_reward, x="seconds"),
-    "a3po_importance_weight_max": functools.partial(importance_weight, extreme="max"),
-    "a3po_importance_weight_min": functools.partial(importance_weight, extreme="min"),
-    "a3po_clipped_tokens": clipped_tokens,
-    "a3po_entropy": entropy,
-    **oppo_figures.PLOTS,
-    **simulated_figures.PLOTS,
-    **studies_figures.PLOTS,
+    "a3po_train_reward_steps": partial(curves, **TRAIN),
+    "a3po_train_reward_time": partial(curves, **TRAIN, x="seconds"),
+    "a3po_eval_reward_steps": partial(curves, **EVAL),
+    "a3po_eval_reward_time": partial(curves, **EVAL, x="seconds"),
+    "a3po_importance_weight_max": partial(importance_weight, extreme="max"),
+    "a3po_importance_weight_min": partial(importance_weight, extreme="min"),
+    "a3po_clipped_tokens": partial(curves, fact="clipped_tokens", column="train/clipped_tokens", label="clipped tokens per step"),
+    "a3po_entropy": partial(curves, fact="entropy", column="train/entropy", label="entropy (nats per token)"),
+    **tables.CONTENTS,
+    **oppo_figures.CONTENTS,
+    **simulated_figures.CONTENTS,
 }
-TABLES = {
-    **A3PO_TABLES,
-    **oppo_figures.TABLES,
-    **simulated_figures.TABLES,
-    **studies_figures.TABLES,
-}  # Markdown
 
 
+@styled
+def draw(name: str, frame: pd.DataFrame) -> Figure | str:
+    """The figure, or the Markdown of the table, `name`."""
+    return CONTENTS[name](frame)
+
+
+@styled
 def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict, folder: str | Path = "figures") -> Path:
     """Write NAME.png (or, for a table's text, NAME.md), NAME.csv and the record in provenance.json; returns the picture's path.
 
@@ -136,15 +111,12 @@ def save(content: Figure | str, name: str, frame: pd.DataFrame, provenance: dict
     known = records(folder)
     known[name] = record = {**provenance, "data": hashlib.sha256(data).hexdigest()}
     (folder / "provenance.json").write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    return _write(content, folder / name, json.dumps(record, sort_keys=True))
-
-
-def read_provenance(png: str | Path) -> dict:
-    """The record that `save` put into a PNG: seeds, code, config, data (SHA-256 of the CSV)."""
-    with Image.open(png) as image:
-        if "provenance" not in image.info:
-            raise ValueError(f"{png} carries no provenance; it was not written by nowait")
-        return json.loads(image.info["provenance"])
+    told, path = json.dumps(record, sort_keys=True), folder / f"{name}{'.md' if isinstance(content, str) else '.png'}"
+    if isinstance(content, str):
+        path.write_text(f"{content}\n<!-- provenance {told} -->\n", encoding="utf-8")
+    else:
+        content.savefig(path, metadata={"Software": None, "provenance": told})
+    return path
 
 
 def records(folder: Path) -> dict[str, dict]:
@@ -160,44 +132,31 @@ def redraw(csv: str | Path) -> Path:
     if hashlib.sha256(csv.read_bytes()).hexdigest() != record.pop("data", None):
         raise ValueError(f"{csv} is not the data that provenance.json beside it names; rerun the notebook that makes it")
     frame = pd.read_csv(csv)
-    return save({**PLOTS, **TABLES}[csv.stem](frame), csv.stem, frame, record, csv.parent)
+    return save(draw(csv.stem, frame), csv.stem, frame, record, csv.parent)
 
 
 def redraw_all(folder: str | Path = "figures") -> list[Path]:
     """Redraw every figure and table of ours whose CSV lies in `folder`."""
-    return [redraw(csv) for csv in sorted(Path(folder).glob("*.csv")) if csv.stem in {**PLOTS, **TABLES}]
-
-
-def _by_step(frame: pd.DataFrame, fact: str, column: str, label: str) -> Figure:
-    figure, rows = _grid(frame, label)
-    for setup, (left, right) in rows.items():
-        facts = _facts(fact, setup)
-        for method in ordered(facts):
-            curve(left, np.mean(facts["bins"], axis=1), facts[method], method)
-        measured_curves(right, frame[frame["setup"] == setup], "step", column, binned="mean")
-    return finish(figure)
+    return [redraw(csv) for csv in sorted(Path(folder).glob("*.csv")) if csv.stem in CONTENTS]
 
 
 def _grid(frame: pd.DataFrame, label: str, columns: int = 2) -> tuple[Figure, dict[str, np.ndarray]]:
     """Axes {setup: [columns]}: the first is titled published, the others measured."""
     setups = sorted(frame["setup"].unique())
-    figure = Figure(figsize=(5 * columns, 0.6 + 3.1 * len(setups)), layout="constrained")
-    rows = dict(zip(setups, figure.subplots(len(setups), columns, squeeze=False), strict=True))
-    for setup, axes in rows.items():
-        facts, part = _facts("setups", setup), frame[frame["setup"] == setup]
-        axes[0].set_title(f"{setup_name(setup)}: {facts['model']}, {facts['data']}\npublished (digitised)")
-        for ax in axes[1:]:
-            scale, clock = ("/".join(part[name].unique()) for name in ("scale", "clock"))
-            ax.set_title(f"{setup_name(setup)}: measured, {scale} scale\n{seeds(part)}, clock = {clock}")
-        for ax in axes:
-            ax.set_xlabel("training step")
-            ax.set_ylabel(label)
-    return figure, rows
+    figure, axes = panels(len(setups), columns, 5 * columns, 0.6 + 3.1 * len(setups))
+    for setup, row in zip(setups, axes, strict=True):
+        facts = _facts("setups", setup)
+        row[0].set_title(f"{spaced(setup)}: {facts['model']}, {facts['data']}\npublished (digitised)")
+        for ax in row[1:]:
+            ax.set_title(f"{spaced(setup)}: measured, {note(frame[frame['setup'] == setup])}")
+        for ax in row:
+            ax.set(xlabel="training step", ylabel=label)
+    return figure, dict(zip(setups, axes, strict=True))
 
 
 def _published_extremes(ax, facts: dict, steps: int) -> None:
     """Curves where bins are known, else the first step, later ranges as bands and spikes as stems."""
-    for method in ordered(facts):
+    for method in ordered(facts.keys() & LOOK.keys()):
         curve(ax, np.mean(facts["bins"], axis=1), facts[method], method)
     for method, value in facts.get("step1", {}).items():
         curve(ax, [1], [value], method, linestyle="")
@@ -231,14 +190,3 @@ def _facts(figure: str, setup: str) -> dict:
     if setup not in section:
         raise ValueError(f"nothing is published for setup {setup!r}; there are {', '.join(facts['setups'])}")
     return section[setup]
-
-
-@styled
-def _write(content: Figure | str, stem: Path, record: str) -> Path:
-    if isinstance(content, str):
-        path = stem.with_suffix(".md")
-        path.write_text(f"{content}\n<!-- provenance {record} -->\n", encoding="utf-8")
-    else:
-        path = stem.with_suffix(".png")
-        content.savefig(path, metadata={"Software": None, "provenance": record})
-    return path

@@ -10,7 +10,7 @@ import pandas as pd
 
 from nowait import published
 from nowait.analysis.statistics import standard_error
-from nowait.analysis.tables import head_of, quality_rows, rounded, setup
+from nowait.analysis.tables import each, head_of, quality_rows, rounded, setup
 from nowait.schedules.overcommit import OvercommitController
 
 WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
@@ -48,17 +48,16 @@ def per_run(results: dict[str, list]) -> pd.DataFrame:
     over `SMOOTHED` steps (half of a shorter run). NaN where it was not reached.
     """
     targets = {run.manifest["seed"]: _target(run) for run in results["sequential"]}
+    means = {"seconds_per_step": "time/step", **STAGES, "utilisation": "perf/busy_frac", "occupancy": "perf/occupancy"}
+    means |= {"tail": "overlap/tail_frac", "delta_over_b": "overlap/delta_over_b"}
     rows = []
-    for method, several in results.items():
-        for run in several:
-            seed, steps = run.manifest["seed"], _steps(run)
-            means = {"seconds_per_step": "time/step", **STAGES, "utilisation": "perf/busy_frac", "occupancy": "perf/occupancy"}
-            means |= {"tail": "overlap/tail_frac", "delta_over_b": "overlap/delta_over_b"}
-            found = {name: steps[column].mean() if column in steps else 0.0 for name, column in means.items()}
-            found["last_reward"] = steps["rollout/reward_mean"].tail(SMOOTHED).mean()
-            reached = steps[_smooth(steps) >= targets[seed]].head(1)
-            when = {name: reached[column].iloc[0] if len(reached) else np.nan for name, column in (("step", "step"), ("seconds", "time/elapsed"))}
-            rows.append({**head_of(method, run), **found, "target": targets[seed], **{f"target_{name}": value for name, value in when.items()}})
+    for head, run in each(results):
+        steps, target = _steps(run), targets[head["seed"]]
+        found = {name: steps[column].mean() if column in steps else 0.0 for name, column in means.items()}
+        found |= {"last_reward": steps["rollout/reward_mean"].tail(SMOOTHED).mean(), "target": target}
+        reached = steps[_smooth(steps) >= target].head(1)
+        when = {name: reached[column].iloc[0] if len(reached) else np.nan for name, column in (("step", "step"), ("seconds", "time/elapsed"))}
+        rows.append({**head, **found, **{f"target_{name}": value for name, value in when.items()}})
     return rounded(pd.DataFrame(rows))
 
 
@@ -80,21 +79,18 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
     facts, rows = published.load("oppo")["tables"], []
     for (task, method), group in frame.groupby(["setup", "method"], sort=False):
         base = frame[(frame["setup"] == task) & (frame["method"] == "sequential")].set_index("seed")
-        own = group.set_index("seed")
-        minutes, gains = facts["ablation_minutes"].get(task, {}), facts["gpu_utilisation_pct"].get(task, {})
-        row = {"setup": task, "method": method, "scale": group["scale"].iloc[0], "clock": group["clock"].iloc[0], "seeds": len(own)}
-        row |= {
-            "published_minutes": minutes.get(PUBLISHED.get(method)),
-            "published_utilisation": gains.get({"sequential": "trl", "both": "oppo"}.get(method)),
-        }
-        row |= {"published_speedup": minutes["trl"] / minutes[PUBLISHED[method]] if method in PUBLISHED and minutes else np.nan}
-        row["published_main_speedup"] = facts["minutes_to_target"].get(task, {}).get("speedup", np.nan) if method == "both" else np.nan
+        own, minutes = group.set_index("seed"), facts["ablation_minutes"].get(task, {})
+        row = {"setup": task, "method": method, "scale": own["scale"].iloc[0], "clock": own["clock"].iloc[0], "seeds": len(own)}
+        row["published_minutes"] = minutes.get(PUBLISHED.get(method), np.nan)
+        row["published_utilisation"] = facts["gpu_utilisation_pct"].get(task, {}).get({"sequential": "trl", "both": "oppo"}.get(method))
+        row["published_speedup"] = minutes.get("trl", np.nan) / row["published_minutes"]
+        row["published_main_speedup"] = facts["minutes_to_target"].get(task, {}).get("speedup") if method == "both" else np.nan
         ratios = {"speedup": base["seconds_per_step"] / own["seconds_per_step"], "target_speedup": base["target_seconds"] / own["target_seconds"]}
         ratios |= {f"{name}_gain": own[name] / base[name] for name in ("utilisation", "occupancy")}
         row |= {name: own[name].mean() for name in ("seconds_per_step", "utilisation", "occupancy", "target_seconds", "delta_over_b")}
-        row |= {f"{name}_se": standard_error(own[name]) for name in ("utilisation", "occupancy")}
+        row |= {f"{name}_se": own[name].sem() for name in ("utilisation", "occupancy")}
         for name, ratio in ratios.items():  # none where a seed has none: the mean of those that reached the target would flatter
-            row |= {name: ratio.mean(skipna=False), f"{name}_se": standard_error(ratio) if ratio.notna().all() else np.nan}
+            row |= {name: ratio.mean(skipna=False), f"{name}_se": ratio.sem(skipna=False)}
         rows.append(row)
     return rounded(pd.DataFrame(rows))
 
@@ -103,14 +99,8 @@ def bench_rows(bench: dict) -> pd.DataFrame:
     """From the JSON of the overlap bench, a row per variant: seconds per step and speed-up over sequential, median and s.e. over blocks, Δ / B."""
     base, rows = np.array(next(row["blocks"] for row in bench["rows"] if row["variant"] == "sequential")), []
     for row in bench["rows"]:
+        head = {"setup": setup(bench["config"]), "method": row["variant"], **{name: bench[name] for name in ("scale", "clock", "blocks")}}
         shown = {name: row[name] for name in ("seconds_per_step", "speedup", "utilisation", "occupancy")}
-        head = {
-            "setup": setup(bench["config"]),
-            "method": row["variant"],
-            "scale": bench["scale"],
-            "clock": bench["clock"],
-            "blocks": bench["blocks"],
-        }
         rows.append(head | shown | {"speedup_se": standard_error(base / np.array(row["blocks"])), "delta_over_b": row["overcommit_share"]})
     return rounded(pd.DataFrame(rows))
 
@@ -124,12 +114,10 @@ def on_bench(reached: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
 def lengths(results: dict[str, list], share: float = 0.25) -> pd.DataFrame:
     """Response lengths, in tokens, of the batches in the first and the last `share` of the steps."""
     rows = []
-    for method, several in results.items():
-        for run in several:
-            steps = _steps(run)
-            ends = {"first": steps.head(int(len(steps) * share)), "last": steps.tail(int(len(steps) * share))}
-            head = head_of(method, run)
-            rows += [{**head, "part": part, "tokens": n} for part, some in ends.items() for row in some["rollout/lengths"] for n in row]
+    for head, run in each(results):
+        steps = _steps(run)
+        ends = {"first": steps.head(int(len(steps) * share)), "last": steps.tail(int(len(steps) * share))}
+        rows += [{**head, "part": part, "tokens": n} for part, some in ends.items() for row in some["rollout/lengths"] for n in row]
     return pd.DataFrame(rows, columns=["setup", "method", "seed", "scale", "clock", "part", "tokens"])
 
 
@@ -140,18 +128,10 @@ def deferral_shares(results: dict[str, list]) -> pd.DataFrame:
         metrics = pd.concat([_steps(run) for run in several])
         counts = metrics["overlap/deferrals"].tolist()
         total = np.sum([np.pad(c, (0, max(map(len, counts)) - len(c))) for c in counts], 0)
-        config = several[0].manifest["config"]
-        head = (
-            setup(config["name"]),
-            method,
-            config["scale"],
-            config["runtime"]["clock"],
-            len(several),
-            int(total.sum()),
-            metrics["overlap/delta_over_b"].mean(),
-        )
-        rows += [(*head, d, n / total.sum()) for d, n in enumerate(total.tolist())]
-    return rounded(pd.DataFrame(rows, columns=["setup", "method", "scale", "clock", "seeds", "requests", "delta_over_b", "deferrals", "share"]))
+        shared = {"seeds": len(several), "requests": int(total.sum()), "delta_over_b": metrics["overlap/delta_over_b"].mean()}
+        head = head_of(method, several[0]) | shared
+        rows += [{**head, "deferrals": d, "share": n / total.sum()} for d, n in enumerate(total.tolist())]
+    return rounded(pd.DataFrame(rows).drop(columns="seed"))
 
 
 def plateaus(courses: int = 20, window: int = 20, rise: int = 100, plateau: int = 400, slope: float = 0.1, maximum: int = 16) -> pd.DataFrame:

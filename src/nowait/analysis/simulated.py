@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.tables import markdown, rounded
+from nowait.analysis.tables import rounded
 from nowait.simulate import Calibration, assumptions, compare, fit
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
@@ -57,20 +57,6 @@ def saving(frame: pd.DataFrame) -> pd.DataFrame:
         told, found = recompute["published"] - ours["published"], recompute["simulated"] - ours["simulated"]
         rows.append((setup, told, found, ours["error"], found / told - 1))
     return pd.DataFrame(rows, columns=["setup", "published_s", "simulated_s", "error_of_time", "error_of_saving"])
-
-
-def simulated_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        "entry": ("published number", "{}"),
-        "published": ("published", "{:.4g}"),
-        "alone": ("simulated, data sheets alone", "{:.4g}"),
-        "simulated": ("simulated, calibrated", "{:.4g}"),
-        "low": ("low", "{:.4g}"),
-        "high": ("high", "{:.4g}"),
-        "role": ("", "{}"),
-        "error": ("error", "{:+.0%}"),
-    }
-    return markdown(frame, columns)
 
 
 def _fitted(entry: str) -> bool:

@@ -5,18 +5,19 @@ Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from nowait import published
 from nowait.analysis.statistics import mean_and_error, paired_difference, standard_error
 from nowait.config import Experiment, digest
 
-_HEAD = {"setup": ("setup", "{}"), "method": ("method", "{}")}
-_COUNTS = {"seeds": ("n (seeds)", "{:d}"), "prompts": ("prompts", "{:d}")}
+COLUMNS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 REFERENCE = "recompute"  # differences in quality are against the method that A-3PO approximates
 
 
@@ -25,10 +26,16 @@ def tidy(results: dict[str, list], columns: list[str]) -> pd.DataFrame:
 
     `seconds` is the run's elapsed time without evaluations, on the run's clock. Numbers carry six significant digits: a CSV returns them exactly.
     """
-    parts = [_tidy_run(method, run, columns) for method, runs in results.items() for run in runs]
+    parts = []
+    for head, run in each(results):
+        if missing := sorted(set(columns) - set(run.metrics.columns)):
+            raise ValueError(f"{run.manifest['config']['name']} {head['method']} seed {head['seed']} has no metric {', '.join(missing)}")
+        rows = run.metrics.dropna(subset=columns, how="all")
+        seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
+        parts.append(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
     if not parts:
         raise ValueError("no finished runs: run them first")
-    return pd.concat(parts, ignore_index=True)
+    return rounded(pd.concat(parts, ignore_index=True))
 
 
 def provenance(results: Iterable[dict[str, list]]) -> dict:
@@ -47,6 +54,11 @@ def head_of(method: str, run) -> dict:
     """What the rows of a run begin with."""
     config, seed = run.manifest["config"], run.manifest["seed"]
     return {"setup": setup(config["name"]), "method": method, "seed": seed, "scale": config["scale"], "clock": config["runtime"]["clock"]}
+
+
+def each(results: dict[str, list]) -> Iterator[tuple[dict, Any]]:
+    """What the rows of a run begin with, and the run, for every run."""
+    return ((head_of(method, run), run) for method, several in results.items() for run in several)
 
 
 def rows_of(frames: dict[str, pd.DataFrame], name: str, place: str) -> pd.DataFrame:
@@ -105,10 +117,10 @@ def proximal_seconds(bench: dict) -> pd.DataFrame:
     return rounded(frame.assign(blocks=bench["blocks"], clock="wall", scale=bench["scale"]))
 
 
-def final_eval_reward(results: dict[str, list], evaluation: str = "eval") -> pd.DataFrame:
+def final_eval_reward(results: dict[str, list]) -> pd.DataFrame:
     """Last evaluation reward per method, standard error, and the difference from recompute paired by seed and prompt."""
     facts = published.load("a3po")["tables"]["final_eval_reward"]
-    rows = quality_rows(results, [evaluation])
+    rows = quality_rows(results, ["eval"])
     return rounded(pd.DataFrame([{**row, "published": facts.get(row["setup"], {}).get(row["method"])} for row in rows]))
 
 
@@ -120,31 +132,20 @@ def benchmarks(results: dict[str, list], sets: list[str]) -> pd.DataFrame:
     return rounded(frame.assign(**{name: 100 * frame[name] for name in shares}))
 
 
-def markdown(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
-    """A Markdown table of `columns`: {column: (heading, format of a value)}; missing values print as a dash."""
-    lines = ["| " + " | ".join(heading for heading, _ in columns.values()) + " |", "|" + " --- |" * len(columns)]
-    for row in frame.to_dict("records"):
-        cells = ["–" if pd.isna(row.get(name)) else form.format(row[name]) for name, (_, form) in columns.items()]
-        lines += ["| " + " | ".join(cells) + " |"]
-    return "\n".join(lines) + "\n"
+def markdown(frame: pd.DataFrame, table: str) -> str:
+    """A Markdown table of those columns of tables.yaml that the frame has; missing values print as a dash."""
+    columns = {name: COLUMNS[table][name] for name in COLUMNS[table] if name in frame}
+    rows = [["–" if pd.isna(row[name]) else form.format(row[name]) for name, (_, form) in columns.items()] for row in frame.to_dict("records")]
+    return grid([heading for heading, _ in columns.values()], rows)
+
+
+def grid(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Cells as a Markdown table."""
+    headings = list(headings)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 def training_time_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        **_HEAD,
-        "published_hours": ("published: hours", "{:.2f}"),
-        "published_speedup_over_sync": ("published: over sync", "{:.1f}x"),
-        "published_speedup_over_recompute": ("published: over recompute", "{:.2f}x"),
-        **({"simulated_speedup": ("simulated: over sync", "{:.2f}x")} if "simulated_speedup" in frame else {}),
-        "seconds_per_step": ("measured: s per step", "{:.3f}"),
-        "speedup_over_sync": ("measured: over sync", "{:.2f}x"),
-        "speedup_over_sync_colocated": ("measured: over sync colocated", "{:.2f}x"),
-        "speedup_over_recompute": ("measured: over recompute", "{:.2f}x"),
-        "f_over_u": ("f/u", "{:.2f}"),
-        "bound": ("bound 1 + f/u", "{:.2f}x"),
-        "mean_staleness": ("mean d", "{:.1f}"),
-        "blocks": ("n (blocks)", "{:d}"),
-    }
     scale, clock, blocks = frame[["scale", "clock", "blocks"]].iloc[0]
     how = "medians over interleaved blocks" if blocks > 1 else "one pass over the methods, which shows no spread"
     note = (
@@ -153,7 +154,7 @@ def training_time_markdown(frame: pd.DataFrame) -> str:
         "bounds what a method with equal updates can gain by not running the pass, up to the noise of both; reuse makes fewer updates."
     )
     balances = map(_balance, frame[frame["method"] == "loglinear"].to_dict("records"))
-    return markdown(frame, columns) + "".join(f"\n{text}\n" for text in (note, *balances))
+    return markdown(frame, "training_time") + "".join(f"\n{text}\n" for text in (note, *balances))
 
 
 def _balance(row: dict) -> str:
@@ -168,30 +169,19 @@ def _balance(row: dict) -> str:
 
 
 def final_eval_reward_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        **_HEAD,
-        "published": ("published (n = 1)", "{:.3f}"),
-        "reward": ("measured", "{:.3f}"),
-        "se": ("± s.e.", "{:.3f}"),
-        "difference": ("minus recompute", "{:+.3f}"),
-        "difference_se": ("± s.e. (paired)", "{:.3f}"),
-        **_COUNTS,
-    }
     note = "another model and task than published, so only differences compare"
     twin = "Sync colocated makes the same updates as sync, so it has no row of its own"
-    return markdown(frame, columns) + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {_covered(frame)}. {twin}.\n"
+    return markdown(frame, "final_eval_reward") + f"\nMeasured: {frame['scale'].iloc[0]} scale; {note}. {_covered(frame)}. {twin}.\n"
 
 
 def benchmarks_markdown(frame: pd.DataFrame) -> str:
     facts = published.load("a3po")["tables"]["benchmarks_setup2"]
     rows = [(name, method, *facts[name][method]) for name in ("aime24", "math500") for method in facts[name]]
     rows += [("average", method, value, np.nan) for method, value in facts["average"].items()]
-    shown = {"set": ("set", "{}"), "method": ("method", "{}"), "reward": ("%", "{:.2f}"), "se": ("± s.e.", "{:.2f}")}
-    paired = {"difference": ("minus recompute", "{:+.2f}"), "difference_se": ("± s.e. (paired)", "{:.2f}")}
-    left, right = markdown(pd.DataFrame(rows, columns=list(shown)), shown), markdown(frame, {**_HEAD, **shown, **paired, **_COUNTS})
+    told = pd.DataFrame(rows, columns=["set", "method", "reward", "se"])
     measured = f"Measured: {frame['scale'].iloc[0]} scale, prompts of the task that were never trained on. {_covered(frame)}. "
     measured += "`before training` is one policy, whatever the number of seeds."
-    return f"Published: setup 2, one sample per problem\n\n{left}\n{measured}\n\n{right}"
+    return f"Published: setup 2, one sample per problem\n\n{markdown(told, 'published_benchmarks')}\n{measured}\n\n{markdown(frame, 'benchmarks')}"
 
 
 def _covered(frame: pd.DataFrame) -> str:
@@ -199,24 +189,13 @@ def _covered(frame: pd.DataFrame) -> str:
     return "± s.e. is over prompts" + (" only: one seed says nothing about others" if frame["seeds"].min() == 1 else " and seeds")
 
 
-TABLES = {
+CONTENTS = {
     "a3po_training_time": training_time_markdown,
     "a3po_training_time_wall": training_time_markdown,
     "a3po_training_time_sampler_bound": training_time_markdown,
     "a3po_final_eval_reward": final_eval_reward_markdown,
     "a3po_benchmarks": benchmarks_markdown,
 }
-
-
-def _tidy_run(method: str, run, columns: list[str]) -> pd.DataFrame:
-    config, metrics = run.manifest["config"], run.metrics
-    missing = sorted(set(columns) - set(metrics.columns))
-    if missing:
-        raise ValueError(f"{config['name']} {method} seed {run.manifest['seed']} has no metric {', '.join(missing)}")
-    rows = metrics.dropna(subset=columns, how="all")
-    seconds = rows["time/elapsed"].where(rows["step"] > 0, 0.0)
-    head = head_of(method, run)
-    return rounded(rows[columns].assign(**head, step=rows["step"], seconds=seconds)[[*head, "step", "seconds", *columns]])
 
 
 def quality_rows(results: dict[str, list], sets: list[str], reference: str = REFERENCE) -> list[dict]:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from nowait import tasks
-from nowait.analysis.tables import markdown, setup
+from nowait.analysis.tables import setup
 from nowait.config import Experiment
 from nowait.simulate import Assumptions, Calibration, simulate
 from nowait.workers.simulated import Lengths
@@ -60,16 +60,3 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
 
 def _summary(experiment: Experiment, assumed: Assumptions, steps: int) -> dict[str, float]:
     return simulate(experiment, assumed, steps).summary(experiment.schedule.max_staleness + 2)
-
-
-def validation_markdown(frame: pd.DataFrame) -> str:
-    columns = {
-        "setup": ("setup", "{}"),
-        "method": ("method", "{}"),
-        "measured_s": ("measured, s per step", "{:.3f}"),
-        "simulated_s": ("simulated, s per step", "{:.3f}"),
-        "role": ("", "{}"),
-        "error": ("error", "{:+.0%}"),
-        "blocks": ("blocks", "{:d}"),
-    }
-    return markdown(frame, columns)

@@ -24,21 +24,14 @@ class Entry:
     unit: str
 
 
-def load(paper: str) -> dict:
-    """Everything published for "a3po" or "oppo", a fresh copy."""
-    if paper not in PAPERS:
-        raise ValueError(f"no published numbers for {paper!r}; there are {', '.join(PAPERS)}")
-    return copy.deepcopy(_read(paper))
+def load(name: str) -> dict:
+    """Everything published for "a3po" or "oppo", a fresh copy.
 
-
-def targets() -> dict:
-    """How each published number and shape target is judged, fixed before the runs: {paper: {entries: [...], shapes: {...}}}."""
-    return copy.deepcopy(_read("targets"))
-
-
-def deviations(paper: str) -> list[dict]:
-    """What we do differently from the paper: dicts with id, section, ours, why, effect."""
-    return copy.deepcopy(_read("deviations").get(paper, []))
+    Of {paper: ...}: "targets", how each published number and shape target is judged, fixed before the runs, and "deviations", what we do differently.
+    """
+    if name not in (*PAPERS, "targets", "deviations"):
+        raise ValueError(f"no published numbers for {name!r}; there are {', '.join(PAPERS)}")
+    return copy.deepcopy(_read(name))
 
 
 def entries(paper: str) -> list[Entry]:

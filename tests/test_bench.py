@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nowait import bench_overlap
-from nowait.bench_overlap import SKIPPED, VARIANTS, overlap_times, variants
+from nowait import bench
+from nowait.bench import SKIPPED, VARIANTS, step_times, variants
 from nowait.config import load
 from nowait.runtime.timeline import Span, Timeline
 
@@ -35,13 +35,13 @@ def short(monkeypatch):
             now += seconds
         return rows, timeline
 
-    monkeypatch.setattr(bench_overlap, "short_training", short_training)
+    monkeypatch.setattr(bench, "short_training", short_training)
     return names
 
 
 def test_speedups_are_medians_over_blocks_of_ratios_inside_a_block(experiments, short):
     short |= {(e.method, e.overlap.delta): name for name, e in experiments.items()} | {("inter", 1): "inter", ("both", 1): "both"}
-    out = overlap_times({n: experiments[n] for n in ("sequential", "intra", "inter", "both")}, blocks=2, steps=5)
+    out = step_times({n: experiments[n] for n in ("sequential", "intra", "inter", "both")}, blocks=2, steps=5)
     assert (out["speedup_both"], out["speedup_intra"], out["speedup_inter"]) == pytest.approx((2.0, 1.25, 1.6))
     assert out["occupancy_gain"] == pytest.approx(2.0)
     assert out["utilisation_gain"] == pytest.approx(2.0)  # 2.6 s of work on two devices in 2 instead of 4 s
@@ -58,8 +58,8 @@ def test_the_variants_differ_in_their_overlaps_and_in_the_slots_that_these_need(
     assert {name: (e.overlap.intra, e.overlap.inter, e.overlap.delta, e.sampler.slots) for name, e in made.items()} == {
         "sequential": (False, False, 0, 16),
         "intra": (True, False, 0, 16),
-        "inter": (False, True, 4, 20),
-        "both": (True, True, 4, 20),
+        "inter": (False, True, 5, 21),
+        "both": (True, True, 5, 21),
         "inter_paper": (False, True, 1, 17),  # 7 % of 16
         "both_paper": (True, True, 1, 17),
     }
@@ -67,7 +67,7 @@ def test_the_variants_differ_in_their_overlaps_and_in_the_slots_that_these_need(
 
 @pytest.mark.slow
 def test_a_real_bench_reports_every_variant_with_its_share(experiments):
-    out = overlap_times(experiments, blocks=1, steps=2)
+    out = step_times(experiments, blocks=1, steps=2)
     assert {row["variant"]: row["overcommit_share"] for row in out["rows"]} == {n: 0.25 if share else 0.0 for n, (_, share) in VARIANTS.items()}
     assert all(0 < row["utilisation"] <= 1 and row["seconds_per_step"] > 0 for row in out["rows"])
     assert out["overlap_efficiency"] <= 1
