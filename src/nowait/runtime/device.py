@@ -189,6 +189,11 @@ class Device:
                     await (asyncio.sleep(seconds) if self._lanes == 1 else self._share(seconds))
             return result
 
+    async def aside(self, name: str, method: str, *args):
+        """As `run`, for what is no part of the training: it takes no virtual time and leaves no span."""
+        async with self._turn:
+            return (await self._result(f"running {name}.{method}", "call", name, method, args, False))[0]
+
     async def _share(self, seconds: float) -> None:
         """Let time pass that is worth `seconds` of a device of one's own."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
