@@ -163,15 +163,22 @@ async def _restore(crew: Crew, state: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """encode(text) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself."""
+    """encode(prompt) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself.
+
+    A prompt is a text, or a list of messages {role, content}, which the chat template renders up to where the assistant's answer begins.
+    """
     from transformers import AutoTokenizer
 
     from nowait.workers.models import model_folder
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(prompt: str | list[dict]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not tokenizer.chat_template:
+            raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids)
