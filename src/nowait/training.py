@@ -48,6 +48,7 @@ async def stream(
 
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
+    check_gpus(experiment)
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
@@ -69,10 +70,10 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor():
-        return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
+    def executor(name: str):
+        return ProcessExecutor(runtime.threads, runtime.gpus.get(name, ())) if runtime.executor == "process" else InlineExecutor()
 
-    devices = {name: Device(name, executor(), clock, timeline) for name in runtime.placement}
+    devices = {name: Device(name, executor(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
 
 
@@ -83,12 +84,14 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     }
     encode, decode, _ = load_tokenizer(experiment.model.path)
     plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
-    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
+    model = {name: _model(experiment, name) for name in experiment.runtime.placement}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
     for name in roles["sampler"]:
-        await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
+        await devices[name].place(
+            "sampler", SAMPLER, **model[name], slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed
+        )
     for name in roles["learner"]:
-        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
+        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
@@ -105,8 +108,27 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
     await _place_frozen(crew, experiment, devices, roles, model, capacity)
     if plan.eval_every:
-        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
+        first = roles["sampler"][0]
+        await _place_evaluation(crew, experiment, devices[first], devices["driver"], model[first], encode, decode)
     return crew
+
+
+def check_gpus(experiment: Experiment) -> None:
+    """Raise ValueError where the config names GPUs that this machine does not have."""
+    if wanted := sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus}):
+        import torch
+
+        if (there := torch.cuda.device_count()) <= wanted[-1]:
+            remedy = "take --scale cpu, or gpu1 for one card of 24 GB, or set runtime.gpus to what `nowait doctor` finds"
+            raise ValueError(f"runtime.gpus: names {', '.join(map(str, wanted))} (from 0 on), and this machine has {there} GPUs; {remedy}")
+
+
+def _model(experiment: Experiment, device: str) -> dict:
+    """What every worker on a device is told about models; a process sees the device's own GPUs only, and counts them from 0."""
+    runtime, gpus = experiment.runtime, experiment.runtime.gpus.get(device)
+    index = gpus[0] if gpus and runtime.executor == "inline" else 0
+    place = f"cuda:{index}" if gpus else "cpu"
+    return {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": runtime.threads, "device": place}
 
 
 def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
@@ -116,7 +138,7 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
         "algorithm": experiment.algorithm,
         "seed": seed,
         "temperature": experiment.sampler.temperature,
-        "gradient_checkpointing": experiment.model.gradient_checkpointing,
+        **experiment.model.model_dump(include={"gradient_checkpointing", "lora_rank", "lora_alpha"}),
         "snapshots": str(snapshots) if experiment.runtime.executor == "process" else None,
     }
     return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
@@ -128,11 +150,11 @@ async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, D
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
-        await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)
+        await devices[device].place("reward", REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
         crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
     if experiment.algorithm.kl_coef:
         (device,) = roles["reference"]
-        await devices[device].place("reference", REFERENCE, **model, temperature=experiment.sampler.temperature, **shared)
+        await devices[device].place("reference", REFERENCE, **model[device], temperature=experiment.sampler.temperature, **shared)
         crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
 
 
@@ -169,9 +191,10 @@ def load_tokenizer(path: str):
     """
     from transformers import AutoTokenizer
 
-    from nowait.workers.models import model_folder
+    from nowait.workers.models import loading, model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
+    with loading("model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
     def encode(prompt: str | list[dict]) -> list[int]:
         if isinstance(prompt, str):
