@@ -23,6 +23,8 @@ def add(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # data-parallel ranks must begin alike
         peft.inject_adapter_in_model(plan, model)
+    for adapter in (p for p in model.parameters() if p.requires_grad):
+        adapter.data = adapter.data.float()
     model.eval()
 
 
