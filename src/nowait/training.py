@@ -49,6 +49,7 @@ async def stream(
 
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
+    check_gpus(experiment)
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
@@ -74,10 +75,10 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor():
-        return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
+    def executor(name: str):
+        return ProcessExecutor(runtime.threads, runtime.gpus.get(name, ())) if runtime.executor == "process" else InlineExecutor()
 
-    devices = {name: Device(name, executor(), clock, timeline) for name in runtime.placement}
+    devices = {name: Device(name, executor(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
 
 
@@ -88,14 +89,14 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     }
     encode, decode, _ = load_tokenizer(experiment.model.path)
     plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
-    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
+    model = {name: _model(experiment, name) for name in experiment.runtime.placement}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
     factory, engine = _engine(experiment)
     for name in roles["sampler"]:
         options = {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
-        await devices[name].place("sampler", factory, **model, **engine, **options)
+        await devices[name].place("sampler", factory, **model[name], **engine, **options)
     for name in roles["learner"]:
-        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
+        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
@@ -112,7 +113,8 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
     await _place_frozen(crew, experiment, devices, roles, model, capacity)
     if plan.eval_every:
-        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
+        first = roles["sampler"][0]
+        await _place_evaluation(crew, experiment, devices[first], devices["driver"], model[first], encode, decode)
     return crew
 
 
@@ -126,6 +128,24 @@ def _engine(experiment: Experiment) -> tuple[str, dict]:
     return SAMPLERS["vllm"], {"engine": sampling.engine_options | sizes}
 
 
+def check_gpus(experiment: Experiment) -> None:
+    """Raise ValueError where the config names GPUs that this machine does not have."""
+    if wanted := sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus}):
+        import torch
+
+        if (there := torch.cuda.device_count()) <= wanted[-1]:
+            remedy = "take --scale cpu, or gpu1 for one card of 24 GB, or set runtime.gpus to what `nowait doctor` finds"
+            raise ValueError(f"runtime.gpus: names {', '.join(map(str, wanted))} (from 0 on), and this machine has {there} GPUs; {remedy}")
+
+
+def _model(experiment: Experiment, device: str) -> dict:
+    """What every worker on a device is told about models; a process sees the device's own GPUs only, and counts them from 0."""
+    runtime, gpus = experiment.runtime, experiment.runtime.gpus.get(device)
+    index = gpus[0] if gpus and runtime.executor == "inline" else 0
+    place = f"cuda:{index}" if gpus else "cpu"
+    return {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": runtime.threads, "device": place}
+
+
 def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
     """Keyword arguments of the learner beside those of its model."""
     options = {
@@ -133,7 +153,7 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
         "algorithm": experiment.algorithm,
         "seed": seed,
         "temperature": experiment.sampler.temperature,
-        "gradient_checkpointing": experiment.model.gradient_checkpointing,
+        **experiment.model.model_dump(include={"gradient_checkpointing", "lora_rank", "lora_alpha"}),
         "snapshots": str(snapshots) if experiment.runtime.executor == "process" else None,
     }
     return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
@@ -145,11 +165,11 @@ async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, D
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
-        await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)
+        await devices[device].place("reward", REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
         crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
     if experiment.algorithm.kl_coef:
         (device,) = roles["reference"]
-        await devices[device].place("reference", REFERENCE, **model, temperature=experiment.sampler.temperature, **shared)
+        await devices[device].place("reference", REFERENCE, **model[device], temperature=experiment.sampler.temperature, **shared)
         crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
 
 
@@ -183,15 +203,23 @@ async def _restore(crew: Crew, state: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """encode(text) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself."""
+    """encode(prompt) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself.
+
+    A prompt is a text, or a list of messages {role, content}, which the chat template renders up to where the assistant's answer begins.
+    """
     from transformers import AutoTokenizer
 
-    from nowait.workers.models import model_folder
+    from nowait.workers.models import loading, model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
+    with loading("model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(prompt: str | list[dict]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not tokenizer.chat_template:
+            raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids)

@@ -21,7 +21,7 @@ class LongPrompt(ValueError):
 class Prompts:
     """`next(count)` gives requests with running ids; the id alone decides row and randomness, so its state is one number."""
 
-    def __init__(self, task: Task, encode: Callable, *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(self, task: Task, encode: Callable[..., list[int]], *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
         self._task, self._encode, self._seed, self._n = task, encode, seed, n
         self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
         self._size = task.size("train")
