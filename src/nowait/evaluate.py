@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from nowait import tasks
@@ -31,7 +32,6 @@ def evaluate(
     max_new_tokens: int = 1024,
     slots: int = 128,
     dtype: str = "float32",
-    device: str = "cpu",
     seed: int = 0,
     out: Path | None = None,
 ) -> dict:
@@ -44,7 +44,7 @@ def evaluate(
     requests = evaluation_requests(held_out, encode, prompts or held_out.size("eval"), samples, ANY, max_new_tokens)
     left = total = len(requests) * samples
     capacity = max(len(request.prompt) for request in requests) + max_new_tokens
-    cache = {"slots": min(slots, total), "capacity": capacity}
+    cache, device = {"slots": min(slots, total), "capacity": capacity}, "cuda:0" if torch.cuda.is_available() else "cpu"
     sampler = HFSampler(checkpoint, dtype=dtype, device=device, temperature=temperature, seed=seed, stream=1, **cache)
     texts, cut, tokens = [], 0, 0
     scorer = RuleScorer(held_out, lambda ids: texts.append(decode(ids)) or texts[-1], "eval", samples)
