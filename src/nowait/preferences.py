@@ -8,8 +8,6 @@ A preference says little about where a solution went wrong, too little for minut
 task, and while it learns, a second head that is not kept tells right tokens from wrong ones.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator
@@ -199,6 +197,17 @@ def _compare(layer: torch.nn.Module, policy: Qwen2ForCausalLM) -> None:
         projection.weight[unit, source] = gain
 
 
+@dataclass(frozen=True)
+class Batch:
+    """P pairs as tensors, the better halves first."""
+
+    pairs: list[Pair]
+    token: torch.Tensor  # int64 [2 P, T], right-padded
+    length: torch.Tensor  # int64 [2 P]
+    place: torch.Tensor  # int64 [2, N]: row and column of the labelled tokens
+    right: torch.Tensor  # float32 [N]: their labels
+
+
 def preference_loss(model: Qwen2ForSequenceClassification, batch: Batch) -> torch.Tensor:
     """Mean of -log sigmoid(better - worse) over the pairs of a batch, plus the balanced cross-entropy of the labels."""
     hidden = model.model(input_ids=batch.token, use_cache=False).last_hidden_state
@@ -211,17 +220,6 @@ def preference_loss(model: Qwen2ForSequenceClassification, batch: Batch) -> torc
 def _ends(model: Qwen2ForSequenceClassification, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Scores [2 P] at the last tokens."""
     return model.score(hidden[torch.arange(len(hidden)), batch.length - 1])[:, 0]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """P pairs as tensors, the better halves first."""
-
-    pairs: list[Pair]
-    token: torch.Tensor  # int64 [2 P, T], right-padded
-    length: torch.Tensor  # int64 [2 P]
-    place: torch.Tensor  # int64 [2, N]: row and column of the labelled tokens
-    right: torch.Tensor  # float32 [N]: their labels
 
 
 def _batches(recipe: RewardRecipe) -> Iterator[Batch]:

@@ -4,8 +4,6 @@ Folder: manifest.json, metrics.jsonl, evaluations.jsonl, timeline.jsonl, policy/
 Reading runs needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -149,7 +147,7 @@ def _check_records(path: Path, done: int) -> None:
 def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool, progress: bool) -> None:
     before = RunResult(path).manifest if (path / "manifest.json").exists() else {}
     manifest = _manifest(experiment, seed, before.get("started", time.time()))
-    _write(path / "manifest.json", manifest)
+    write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
     timeline, gpu, written, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, False
@@ -179,7 +177,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
         tracker.close(failed=not ok)
     with _disk(path / "policy"):
         _copy_tokenizer(experiment, path / "policy")
-    _write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
+    write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
 
 
@@ -193,7 +191,7 @@ def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -
     """Note the failure in the manifest and raise it as one message."""
     cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}{_users_line(error)}"
     with suppress(Exception):
-        _write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
+        write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
     if isinstance(error, KeyboardInterrupt):
         raise error
     advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay"
@@ -236,7 +234,8 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
     }
 
 
-def _write(path: Path, content: dict) -> None:
+def write(path: Path, content: dict) -> None:
+    """Write JSON, whole or not at all."""
     with _disk(path):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")

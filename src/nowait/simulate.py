@@ -4,8 +4,6 @@
 Needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Each takes the saved frames, a setup (or task) and the rule of targets.yaml, and
 and the numbers behind them. It raises LookupError without data.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 
