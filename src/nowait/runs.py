@@ -145,6 +145,8 @@ def _check_records(path: Path, done: int) -> None:
 
 
 def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool, progress: bool) -> None:
+    from nowait.training import load_tokenizer
+
     before = RunResult(path).manifest if (path / "manifest.json").exists() else {}
     manifest = _manifest(experiment, seed, before.get("started", time.time()))
     write(path / "manifest.json", manifest)
@@ -176,15 +178,9 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
         gpu.stop()
         tracker.close(failed=not ok)
     with _disk(path / "policy"):
-        _copy_tokenizer(experiment, path / "policy")
+        load_tokenizer(experiment.model.path)[2].save_pretrained(path / "policy")
     write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
-
-
-def _copy_tokenizer(experiment: Experiment, target: Path) -> None:
-    from nowait.training import load_tokenizer
-
-    load_tokenizer(experiment.model.path)[2].save_pretrained(target)
 
 
 def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -> None:
@@ -286,14 +282,12 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     The first failure stops the sweep with that run's error; finished runs stay.
     """
     missing = [(e, seed) for e in experiments for seed in seeds if find(e, seed) is None]
-    if missing:
-        width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
-        _train_all(missing, jobs or max(1, (os.cpu_count() or 1) // width), use_wandb, progress)
-
-
-def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool, progress: bool) -> None:
-    threads = max(e.runtime.threads for e, _ in missing)
-    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(threads, os.getpid()))
+    if not missing:
+        return
+    width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
+    workers = min(jobs or max(1, (os.cpu_count() or 1) // width), len(missing))
+    started = (max(e.runtime.threads for e, _ in missing), os.getpid())
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=started)
     futures = {pool.submit(run, e, seed, use_wandb=use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.shapes import METHODS, SHAPES
+from nowait.analysis import shapes as targets
 from nowait.analysis.statistics import standard_error
 from nowait.analysis.tables import REFERENCE, grid
 from nowait.published import Entry
@@ -97,7 +97,7 @@ def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str
     if "judge" not in rule:
         return rule["verdict"], rule["reason"]
     try:
-        conditions, numbers = SHAPES[rule["judge"]](frames, setup, rule)
+        conditions, numbers = getattr(targets, rule["judge"])(frames, setup, rule)
     except LookupError as missing:
         return "not run", str(missing.args[0])
     if reason := withheld(frames):
@@ -118,7 +118,7 @@ def _slack(rule: dict, entry: Entry, found: Measured, numbers: dict, values: dic
     if rule["judge"] == "range":
         low, high = rule["range"]
         return min(found.value - low, high - found.value), found.se, f"asked: {low} to {high}"
-    reference = ".".join(REFERENCE if part in METHODS else part for part in entry.id.split("."))
+    reference = ".".join(REFERENCE if part in targets.METHODS else part for part in entry.id.split("."))
     if reference == entry.id or reference not in values:
         return None, np.nan, f"{REFERENCE} is what the others are compared with"
     expected, gap, se = entry.value - numbers[reference], found.value - values[reference].value, found.difference_se
