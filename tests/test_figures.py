@@ -155,8 +155,6 @@ def test_an_edited_csv_or_one_without_a_record_is_not_redrawn(tmp_path):
     csv.write_text(csv.read_text().replace("0.1", "0.2"))
     with pytest.raises(ValueError, match="rerun the notebook"):
         figures.redraw(csv)
-    with pytest.raises(ValueError, match="lacks code, config"):
-        figures.save("text", "a3po_benchmarks", frame, {"seeds": [1]}, tmp_path)
 
 
 def test_redraw_all_touches_every_known_csv_and_leaves_others_alone(folder, tmp_path):

@@ -11,7 +11,6 @@ from test_figures import COLUMNS, METHODS, made_up_bench, made_up_frames, made_u
 from nowait import published
 from nowait.analysis import tables
 from nowait.analysis.report import Measured, judge, report, shapes
-from nowait.analysis.shapes import SHAPES
 
 TARGETS = published.load("a3po")["shape_targets"]
 
@@ -169,7 +168,7 @@ def test_one_seed_and_one_block_resolve_nothing_but_paired_prompts():
     bench = made_up_bench()
     bench["rows"] = [{**row, "blocks": row["blocks"][:1]} for row in bench["rows"]]
     frames["a3po_training_time"] = tables.training_time(bench)
-    assert [shape(name, frames) for name in list(SHAPES)[:4]] == ["not resolved"] * 4
+    assert [shape(rule["judge"], frames) for rule in published.load("targets")["a3po"]["shapes"][:4]] == ["not resolved"] * 4
     assert shape("final_eval_reward", frames) == "pass"
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from nowait import cli, simulate
-from nowait.analysis import report, simulated, validation
+from nowait.analysis import report, simulated
 from nowait.config import load
 from nowait.simulate import Assumptions, Calibration
 from nowait.workers.simulated import Lengths
@@ -83,8 +83,8 @@ def test_both_benches_name_the_stages_that_are_compared():
     a3po = {"rows": [{"method": "sync", "seconds_per_step": 3.0, "sampler_s": 1.0, "update_s": 2.0, "forward_s": 0.5}]}
     row = {"variant": "both", "seconds_per_step": 3.0, "generate": 1.0, "train": 2.0, "forward": 0.5, "reward": 0.25, "reference": 0.125}
     stages = {"step": 3.0, "generate": 1.0, "forward": 0.5, "update": 2.0}
-    assert validation.measured(a3po) == {"sync": stages | {"reward": 0.0, "reference": 0.0}}
-    assert validation.measured({"rows": [row]}) == {"both": stages | {"reward": 0.25, "reference": 0.125}}
+    assert simulated.measured(a3po) == {"sync": stages | {"reward": 0.0, "reference": 0.0}}
+    assert simulated.measured({"rows": [row]}) == {"both": stages | {"reward": 0.25, "reference": 0.125}}
 
 
 def test_measurements_of_the_simulator_itself_are_predicted():
@@ -95,7 +95,7 @@ def test_measurements_of_the_simulator_itself_are_predicted():
                           lengths=Lengths(prompt=20, observed=tuple(lengths)))  # fmt: skip
     found = {m: simulate.simulate(e, assumed, steps=40).summary(2) for m, e in experiments.items()}
     seconds = {m: row | {"step": row["seconds_per_step"]} for m, row in found.items()}
-    frame = validation.predicted(experiments, seconds, pd.DataFrame({"rollout/lengths": [lengths]}))
+    frame = simulated.predicted(experiments, seconds, pd.DataFrame({"rollout/lengths": [lengths]}))
     assert frame["role"].tolist() == ["fitted", "predicted", "predicted"]
     assert frame["error"].abs().max() < 0.1  # the draws of 12 steps and the mean prompt differ
 

@@ -4,8 +4,6 @@ A build repeats bit for bit on one type of processor (one thread, fixed seeds). 
 ship and the manifest pins their hash. Looking for a checkpoint and verifying it need no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

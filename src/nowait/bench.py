@@ -4,8 +4,6 @@ Progress goes to stderr. Blocks of the methods are interleaved, each block begin
 over blocks of ratios inside a block. `seeds` are those of the blocks.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import sys

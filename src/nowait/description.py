@@ -1,7 +1,5 @@
 """What the command line says about a run, and the command that repeats it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import warnings

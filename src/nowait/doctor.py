@@ -1,7 +1,5 @@
 """What `nowait doctor` looks at: versions, threads, devices, and what a run, a notebook or the tests would miss."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """What makes two runs the same: settings, seed, code, initial model, and a user's own tasks."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -8,8 +8,6 @@ A preference says little about where a solution went wrong, too little for minut
 task, and while it learns, a second head that is not kept tells right tokens from wrong ones.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator
@@ -199,20 +197,6 @@ def _compare(layer: torch.nn.Module, policy: Qwen2ForCausalLM) -> None:
         projection.weight[unit, source] = gain
 
 
-def preference_loss(model: Qwen2ForSequenceClassification, batch: Batch) -> torch.Tensor:
-    """Mean of -log sigmoid(better - worse) over the pairs of a batch, plus the balanced cross-entropy of the labels."""
-    hidden = model.model(input_ids=batch.token, use_cache=False).last_hidden_state
-    better, worse = _ends(model, hidden, batch).chunk(2)
-    losses = binary_cross_entropy_with_logits(model.steps(hidden[*batch.place])[:, 0], batch.right, reduction="none")
-    steps = sum((losses * side).sum() / side.sum().clamp(min=1) for side in (batch.right, 1 - batch.right))
-    return -logsigmoid(better - worse).mean() + CENTRED * (better + worse).square().mean() + steps
-
-
-def _ends(model: Qwen2ForSequenceClassification, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Scores [2 P] at the last tokens."""
-    return model.score(hidden[torch.arange(len(hidden)), batch.length - 1])[:, 0]
-
-
 @dataclass(frozen=True)
 class Batch:
     """P pairs as tensors, the better halves first."""
@@ -222,6 +206,20 @@ class Batch:
     length: torch.Tensor  # int64 [2 P]
     place: torch.Tensor  # int64 [2, N]: row and column of the labelled tokens
     right: torch.Tensor  # float32 [N]: their labels
+
+
+def preference_loss(model: Qwen2ForSequenceClassification, batch: Batch) -> torch.Tensor:
+    """Mean of -log sigmoid(better - worse) over the pairs of a batch, plus the balanced cross-entropy of the labels."""
+    hidden, better, worse = _scores(model, batch)
+    losses = binary_cross_entropy_with_logits(model.steps(hidden[*batch.place])[:, 0], batch.right, reduction="none")
+    steps = sum((losses * side).sum() / side.sum().clamp(min=1) for side in (batch.right, 1 - batch.right))
+    return -logsigmoid(better - worse).mean() + CENTRED * (better + worse).square().mean() + steps
+
+
+def _scores(model: Qwen2ForSequenceClassification, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [2 P, T, hidden], and the scores [P] of the better and of the worse responses, at their last tokens."""
+    hidden = model.model(input_ids=batch.token, use_cache=False).last_hidden_state
+    return hidden, *model.score(hidden[torch.arange(len(hidden)), batch.length - 1])[:, 0].chunk(2)
 
 
 def _batches(recipe: RewardRecipe) -> Iterator[Batch]:
@@ -256,7 +254,7 @@ def accuracy(model: Qwen2ForSequenceClassification, found: list[Pair]) -> dict:
     """By kind of pair: their number, the share whose better response scores higher, and its standard error."""
     hits: dict[str, list[bool]] = {}
     for batch in _packed(found, 8192):
-        better, worse = _ends(model, model.model(input_ids=batch.token, use_cache=False).last_hidden_state, batch).chunk(2)
+        _, better, worse = _scores(model, batch)
         for pair, hit in zip(batch.pairs, (better > worse).tolist(), strict=True):
             hits.setdefault(pair.kind, []).append(hit)
     rates = {kind: (len(h), float(np.mean(h))) for kind, h in sorted(hits.items())}

@@ -3,8 +3,6 @@
 What is finished is not done again: a run with the same hash, a notebook with the same inputs whose figure data lie as it left them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -86,7 +84,7 @@ def _execute(notebook: Path, scale: str, seeds: list[int], hashes: list[str]) ->
     start = time.time_ns()
     _papermill(notebook, output, {"scale": scale, "seeds": seeds, "blocks": len(seeds), "interactive": False})
     written = [csv for csv in figures_dir().glob("*.csv") if csv.stat().st_mtime_ns >= start]
-    record.write_text(json.dumps({"inputs": inputs, "data": {csv.name: _sha256(csv) for csv in written}}, indent=1) + "\n")
+    runs.write(record, {"inputs": inputs, "data": {csv.name: _sha256(csv) for csv in written}})
     return output
 
 

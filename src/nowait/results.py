@@ -1,7 +1,5 @@
 """What runs left behind: finding and reading their folders. Needs no torch."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

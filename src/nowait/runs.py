@@ -4,8 +4,6 @@ Folder: manifest.json, metrics.jsonl, evaluations.jsonl, timeline.jsonl, policy/
 Reading runs needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -147,9 +145,11 @@ def _check_records(path: Path, done: int) -> None:
 
 
 def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, use_wandb: bool, progress: bool) -> None:
+    from nowait.training import load_tokenizer
+
     before = RunResult(path).manifest if (path / "manifest.json").exists() else {}
     manifest = _manifest(experiment, seed, before.get("started", time.time()))
-    _write(path / "manifest.json", manifest)
+    write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
     timeline, gpu, written, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, False
@@ -178,22 +178,16 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
         gpu.stop()
         tracker.close(failed=not ok)
     with _disk(path / "policy"):
-        _copy_tokenizer(experiment, path / "policy")
-    _write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
+        load_tokenizer(experiment.model.path)[2].save_pretrained(path / "policy")
+    write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
-
-
-def _copy_tokenizer(experiment: Experiment, target: Path) -> None:
-    from nowait.training import load_tokenizer
-
-    load_tokenizer(experiment.model.path)[2].save_pretrained(target)
 
 
 def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -> None:
     """Note the failure in the manifest and raise it as one message."""
     cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}{_users_line(error)}"
     with suppress(Exception):
-        _write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
+        write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
     if isinstance(error, KeyboardInterrupt):
         raise error
     advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay"
@@ -236,7 +230,8 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
     }
 
 
-def _write(path: Path, content: dict) -> None:
+def write(path: Path, content: dict) -> None:
+    """Write JSON, whole or not at all."""
     with _disk(path):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -287,14 +282,12 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     The first failure stops the sweep with that run's error; finished runs stay.
     """
     missing = [(e, seed) for e in experiments for seed in seeds if find(e, seed) is None]
-    if missing:
-        width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
-        _train_all(missing, jobs or max(1, (os.cpu_count() or 1) // width), use_wandb, progress)
-
-
-def _train_all(missing: list[tuple[Experiment, int]], jobs: int, use_wandb: bool, progress: bool) -> None:
-    threads = max(e.runtime.threads for e, _ in missing)
-    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(threads, os.getpid()))
+    if not missing:
+        return
+    width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
+    workers = min(jobs or max(1, (os.cpu_count() or 1) // width), len(missing))
+    started = (max(e.runtime.threads for e, _ in missing), os.getpid())
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=started)
     futures = {pool.submit(run, e, seed, use_wandb=use_wandb): (e, seed) for e, seed in missing}
     bar = tqdm(total=sum(e.schedule.steps for e, _ in missing), unit="step", desc=f"{len(missing)} runs", disable=not progress)
     try:

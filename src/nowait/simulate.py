@@ -4,8 +4,6 @@
 Needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -213,14 +211,14 @@ def fit(config: str, overrides: Iterable[str] = (), rounds: int = 8) -> Calibrat
     if paper == "oppo":
         minutes, steps = facts["tables"]["minutes_to_target"][setup]["trl"], max(facts["figures"]["reward_vs_step"][setup])
         experiment, assumed = load(config, "sequential", overrides)
-        factor = 1.0
+        fitted = Calibration()
         for _ in range(rounds):
-            factor *= 60 * minutes / steps / seconds_per_step(experiment, assumed.model_copy(update={"calibration": _common(factor)}))[0]
-        return _common(factor)
+            more = 60 * minutes / steps / seconds_per_step(experiment, assumed.model_copy(update={"calibration": fitted}))[0]
+            fitted = Calibration(**{name: factor * more for name, factor in fitted.model_dump().items()})
+        return fitted
     target, proximal = facts["tables"]["seconds_per_step"][setup], facts["figures"]["proximal_seconds"][setup]["recompute"]
     (sync, assumed), (recompute, _) = (load(config, method, overrides) for method in ("sync", "recompute"))
-    unit = Calibration()
-    _, alone = seconds_per_step(recompute, assumed.model_copy(update={"calibration": unit}))
+    _, alone = seconds_per_step(recompute, assumed.model_copy(update={"calibration": Calibration()}))
     generate, update, forward = 1.0, 1.0, proximal.get("mean", proximal.get("typical")) / alone["forward"]
     for _ in range(rounds):
         tried = assumed.model_copy(update={"calibration": Calibration(generate=generate, update=update, forward=forward)})
@@ -229,10 +227,6 @@ def fit(config: str, overrides: Iterable[str] = (), rounds: int = 8) -> Calibrat
         generate *= 1 + (target["sync"] - whole - more) / stages["generate"]
         update *= 1 + more / stages["update"]
     return Calibration(generate=generate, update=update, forward=forward)
-
-
-def _common(factor: float) -> Calibration:
-    return Calibration(generate=factor, forward=factor, update=factor, score=factor)
 
 
 def _group(assumed: Assumptions, device: str, model: str, training: bool = False) -> Group:

@@ -3,8 +3,6 @@
 Trainings and benches run in processes of their own and are kept under the folder of runs; what is finished is only read.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -141,8 +139,7 @@ def measured(kind: str, subject: Experiment | dict[str, Experiment], **options: 
         configs = {f"bench/{tables.setup(e.name)}/{method}": digest(e) for method, e in several.items()}
         record = {"seeds": result["seeds"], "code": [runs.code_digest()], "config": configs}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps(result | {"provenance": record}, indent=1))
-        path.with_suffix(".tmp").replace(path)
+        runs.write(path, result | {"provenance": record})
     return json.loads(path.read_text())
 
 

@@ -5,8 +5,6 @@ null; any other NaN and every infinity is an error. A process killed while it wr
 when the run goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The warm start of the shipped policies: supervised training on demonstrations of the embedded task."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """How measured and published curves look, whatever the figure: one style, one look per method, single seeds or a band."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Results are {method: [RunResult per seed]} of one task, as in `tables`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -1,7 +1,5 @@
 """Figures and tables of OPPO: published values where there are any, measured ones beside them, never in one axes. Frames are those of `oppo`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """figures/report.md: every published number beside what we measured, judged by published/targets.yaml, and the shape targets for both setups."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -13,22 +11,10 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.shapes import METHODS, SHAPES
+from nowait.analysis import shapes as targets
 from nowait.analysis.statistics import standard_error
 from nowait.analysis.tables import REFERENCE, grid
 from nowait.published import Entry
-
-INTRODUCTION = """# Published, simulated, measured
-
-Made from the CSV files beside this page; provenance.json names the runs behind them. *Simulated*: assumed hardware (paper_configs/simulation), with
-the range over four changed assumptions; (fitted) where the calibration was made to meet the number.
-*Measured* here: {scale}. It is judged only on what has no unit, by rules fixed before the runs (`published/targets.yaml`). n counts seeds, or
-blocks of a bench for times; published steps are matched by the fraction of the run. ± is one standard error over seeds or blocks, for rewards
-over prompts as well, and over prompts only where n = 1.
-Verdicts: pass and fail, where the value lies inside or outside what was asked by more than two standard errors; not resolved, where it does not
-or has no standard error (one seed, one block); not judged (the reason says why); not run (no data in this folder); not attempted. "Sign only"
-asks for the side of recompute, "range only" for a wide range: neither asks for the published size.
-"""
 
 
 class Measured(NamedTuple):
@@ -55,7 +41,8 @@ def report(folder: str | Path = "figures") -> str:
     if (times := frames.get("a3po_training_time")) is not None:  # the first version's headline is a change in percent
         over, error = times["speedup_over_recompute"], times["speedup_over_recompute_se"]
         frames["a3po_training_time"] = times.assign(change_pct=100 / over - 100, change_pct_se=100 * error / over**2)
-    text = INTRODUCTION.format(scale=f"scale {', '.join(_scales(frames))}" if frames else "nothing yet")
+    scales = f"scale {', '.join(_scales(frames))}" if frames else "nothing yet"
+    text = Path(__file__).with_name("report.md").read_text(encoding="utf-8").format(scale=scales)
     for paper in published.PAPERS:
         simulated = {row.entry: row for row in frames.get(f"simulated_{paper}", pd.DataFrame()).itertuples()}
         text += _paper(paper, frames, judge(paper, measured(paper, frames), withheld(frames)), simulated)
@@ -110,7 +97,7 @@ def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str
     if "judge" not in rule:
         return rule["verdict"], rule["reason"]
     try:
-        conditions, numbers = SHAPES[rule["judge"]](frames, setup, rule)
+        conditions, numbers = getattr(targets, rule["judge"])(frames, setup, rule)
     except LookupError as missing:
         return "not run", str(missing.args[0])
     if reason := withheld(frames):
@@ -131,7 +118,7 @@ def _slack(rule: dict, entry: Entry, found: Measured, numbers: dict, values: dic
     if rule["judge"] == "range":
         low, high = rule["range"]
         return min(found.value - low, high - found.value), found.se, f"asked: {low} to {high}"
-    reference = ".".join(REFERENCE if part in METHODS else part for part in entry.id.split("."))
+    reference = ".".join(REFERENCE if part in targets.METHODS else part for part in entry.id.split("."))
     if reference == entry.id or reference not in values:
         return None, np.nan, f"{REFERENCE} is what the others are compared with"
     expected, gap, se = entry.value - numbers[reference], found.value - values[reference].value, found.difference_se

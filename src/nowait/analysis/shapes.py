@@ -1,10 +1,8 @@
 """The shape targets of report.md: what a paper claims of curves and orders, not of single numbers.
 
-Each takes the saved frames, a setup (or task) and the rule of targets.yaml, and returns its conditions, every one a slack and its standard error,
-and the numbers behind them. It raises LookupError without data.
+Each is what a rule of targets.yaml names as its `judge`. It takes the saved frames, a setup (or task) and the rule, and returns its conditions,
+every one a slack and its standard error, and the numbers behind them; it raises LookupError without data.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import pandas as pd
@@ -17,7 +15,7 @@ OTHERS = ["sync", "recompute"]
 SPED_UP = ("intra", "inter", "both")
 
 
-def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def seconds_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = rows_of(frames, "a3po_training_time", setup).set_index("method")
     sync, recompute, loglinear = (_at(rows["seconds_per_step"], method) for method in METHODS)
     forward, (low, high) = rows["forward_s"].iloc[0], rule["share_of_forward"]
@@ -28,7 +26,7 @@ def _shape_seconds(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     return conditions, f"{numbers}; loglinear under recompute by {share:.0%} of the forward pass (asked: {low:.0%} to {high:.0%})"
 
 
-def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def clipped_tokens(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     frame = rows_of(frames, "a3po_clipped_tokens", setup)
     settled, settling = (_windows(frame, "train/clip_frac", rule[name]) for name in ("settled", "settling"))
     conditions = [_over_seeds(rule["under"] * settled[OTHERS].min(axis=1) - settled["loglinear"])]
@@ -37,7 +35,7 @@ def _shape_clipped(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     return conditions, f"clipped fraction settled: {_listed(settled)} (asked: under {rule['under']} of either); settling: {_listed(settling)}"
 
 
-def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def importance_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     largest, low = rows_of(frames, "a3po_importance_weight_max", setup), rows_of(frames, "a3po_importance_weight_min", setup)
     peak, median = (_windows(largest, "train/ratio_max", rule["settled"], how) for how in ("max", "median"))
     late = _windows(low, "train/ratio_min", rule["late"])
@@ -48,18 +46,18 @@ def _shape_weights(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     return conditions, f"largest r: {_listed(peak)}; {asked}; smallest r late: {_listed(late)}"
 
 
-def _shape_entropy(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def entropy(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     late = _windows(rows_of(frames, "a3po_entropy", setup), "train/entropy", rule["late"])
     return [_above_others(late)], f"nats late: {_listed(late)}"
 
 
-def _shape_final(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def final_eval_reward(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = rows_of(frames, "a3po_final_eval_reward", setup).set_index("method")
     difference, se = _at(rows["difference"], "loglinear"), _at(rows["difference_se"], "loglinear")
     return [(rule["margin"] - abs(difference), se)], f"loglinear minus recompute {difference:+.4f} ± {se:.4f} (asked: {rule['margin']} at most)"
 
 
-def _shape_time_to_target(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def time_to_target(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = rows_of(frames, "oppo_speedups", setup).set_index("method")
     gains, errors = rows["target_speedup"], rows["target_speedup_se"]
     if missing := [method for method in SPED_UP if method not in gains]:
@@ -71,7 +69,7 @@ def _shape_time_to_target(frames: dict, setup: str, rule: dict) -> tuple[list, s
     return conditions, "speed-up to the target: " + ", ".join(f"{name} {gains[name]:.2f}" for name in SPED_UP)
 
 
-def _shape_reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = rows_of(frames, "oppo_reward_steps", setup)
     tables = {m: rows[rows["method"] == m].pivot(index="step", columns="seed", values="rollout/reward_mean") for m in ("sequential", "both")}
     if any(table.empty for table in tables.values()):
@@ -88,13 +86,13 @@ def _shape_reward_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, 
     return conditions, f"{text}; the sequential reward rises by {rise:.3g} (asked: within {rule['share_of_rise']:.0%} of it)"
 
 
-def _shape_utilisation(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def utilisation(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     row, (low, high) = rows_of(frames, "oppo_speedups", setup).set_index("method").loc["both"], rule["range"]
     gain, se = row["utilisation_gain"], row["utilisation_gain_se"]
     return [(min(gain - low, high - gain), se)], f"devices {gain:.2f} times as busy (asked: {low} to {high}), slots {row['occupancy_gain']:.2f} times"
 
 
-def _shape_chunk_size(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def chunk_size(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     """The middle one of the sizes against both ends: the best one of the data at hand would win by luck alone."""
     table = rows_of(frames, "oppo_chunk_size", setup).pivot(index="chunk", columns="seed", values="seconds_per_step").sort_index()
     if len(table) < 3:
@@ -105,7 +103,7 @@ def _shape_chunk_size(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     return [(end.mean() / middle.mean() - 1, standard_error(end / middle)) for end in (first, last)], numbers
 
 
-def _shape_deferrals(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+def deferrals(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     rows = rows_of(frames, "oppo_deferrals", setup)
     rows = rows[rows["method"] == rows["method"].iloc[0]].set_index("deferrals")
     share, n = rows["share"], rows["requests"].iloc[0]
@@ -145,17 +143,3 @@ def _above_others(table: pd.DataFrame) -> tuple[float, float]:
 
 def _listed(table: pd.DataFrame) -> str:
     return ", ".join(f"{method} {value:.3g}" for method, value in table.mean().items())
-
-
-SHAPES = {
-    "seconds_per_step": _shape_seconds,
-    "clipped_tokens": _shape_clipped,
-    "importance_weights": _shape_weights,
-    "entropy": _shape_entropy,
-    "final_eval_reward": _shape_final,
-    "time_to_target": _shape_time_to_target,
-    "reward_per_step": _shape_reward_per_step,
-    "utilisation": _shape_utilisation,
-    "chunk_size": _shape_chunk_size,
-    "deferrals": _shape_deferrals,
-}

@@ -1,6 +1,8 @@
-"""What the simulation says about published numbers: by entry id, with data sheets alone and calibrated, fitted or predicted, and how far it moves."""
+"""The simulation against published numbers and against this machine.
 
-from __future__ import annotations
+Published: by entry id, with data sheets alone and calibrated, fitted or predicted, and how far it moves. This machine: stages calibrated on the first
+method of a bench, the other methods' seconds per step predicted.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -8,9 +10,11 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from nowait import published
-from nowait.analysis.tables import rounded
-from nowait.simulate import Calibration, assumptions, compare, fit
+from nowait import published, tasks
+from nowait.analysis import tables
+from nowait.config import Experiment
+from nowait.simulate import Assumptions, Calibration, assumptions, compare, fit, simulate
+from nowait.workers.simulated import Lengths
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
 FITTED_TASK = "stackexchange_7b"  # of OPPO; its factor serves all tasks
@@ -21,6 +25,9 @@ VARIATIONS = {  # of assumptions that nothing published decides: key, factor
     "lighter tail": ("lengths.sigma", 0.75),
     "heavier tail": ("lengths.sigma", 1.25),
 }
+STAGES = {"generate": ("generate",), "forward": ("forward",), "update": ("update",), "score": ("reward", "reference")}  # of each factor
+STEPS = 100  # many: with a long tail the mean of a few steps is luck, on either side
+COLUMNS = {"generate": ("generate", "sampler_s"), "forward": ("forward", "forward_s"), "update": ("train", "update_s")}  # stage: names in the benches
 
 
 def study(paper: str, steps: int = 40, variations: Iterable[str] = tuple(VARIATIONS)) -> pd.DataFrame:
@@ -46,7 +53,7 @@ def beside(frame: pd.DataFrame, paper: str) -> pd.DataFrame:
     found = {setup: compare(f"{paper}/{setup}") for setup in frame["setup"].unique() if setup in SETUPS[paper]}
     names = {"simulated_seconds_per_step": "seconds_per_step", "simulated_speedup": "speedup", "simulated_utilisation": "busy_frac"}
     rows = [found.get(setup, {}).get(method, {}) for setup, method in zip(frame["setup"], frame["method"], strict=True)]
-    return rounded(frame.assign(**{shown: [row.get(name, np.nan) for row in rows] for shown, name in names.items()}))
+    return tables.rounded(frame.assign(**{shown: [row.get(name, np.nan) for row in rows] for shown, name in names.items()}))
 
 
 def saving(frame: pd.DataFrame) -> pd.DataFrame:
@@ -113,3 +120,44 @@ def _oppo(task: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
         named |= {f"tables.minutes_to_target.{task}.{name}": seconds[name] * minutes for name in ("trl", "oppo")}
         named |= {f"tables.ablation_minutes.{task}.{name}": seconds[name] * minutes for name in ("trl", "intra", "inter", "both")}
     return named
+
+
+def measured(bench: dict) -> dict[str, dict[str, float]]:
+    """{method: seconds of a step and of its stages} from either bench's JSON."""
+    found = {}
+    for row in bench["rows"]:
+        stages = {stage: next(row[name] for name in names if name in row) for stage, names in COLUMNS.items()}
+        read = {stage: row.get(stage, 0.0) for stage in STAGES["score"]}
+        found[row.get("variant") or row["method"]] = {"step": row["seconds_per_step"], **stages, **read}
+    return found
+
+
+def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, float]], metrics: pd.DataFrame, steps: int = STEPS) -> pd.DataFrame:
+    """Seconds per step of every method, measured (`seconds`) and predicted. Fitted: the first method's stages, and the forward pass before an update.
+
+    metrics: of a run of the first method, whose response lengths are drawn from.
+    """
+    name, first = next(iter(experiments.items()))
+    task = tasks.load(first.task)
+    prompt = int(np.mean([len(task.prompt("train", row)) for row in range(256)]))  # characters, which are tokens in the embedded task
+    assumed = Assumptions(
+        hardware="cpu",
+        actor=first.model.path.removeprefix("asset:"),
+        reward_model=first.reward.path.removeprefix("asset:") if first.reward.path else None,
+        devices=dict.fromkeys(["a", "b"], 1),
+        lengths=Lengths(prompt=prompt, observed=tuple(np.concatenate(metrics["rollout/lengths"].dropna().tolist()).astype(int).tolist())),
+    )
+    simulated = {method: _summary(experiment, assumed, steps) for method, experiment in experiments.items()}
+    given, unit = (rows[name] | {"forward": max(row["forward"] for row in rows.values())} for rows in (seconds, simulated))
+    factors = {factor: sum(given[s] for s in parts) / total for factor, parts in STAGES.items() if (total := sum(unit[s] for s in parts))}
+    calibrated = assumed.model_copy(update={"calibration": Calibration(**factors)})
+    rows = []
+    for method, experiment in experiments.items():
+        found = _summary(experiment, calibrated, steps)["seconds_per_step"]
+        step = seconds[method]["step"]
+        rows.append((tables.setup(experiment.name), method, step, found, "fitted" if method == name else "predicted", found / step - 1))
+    return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error"])
+
+
+def _summary(experiment: Experiment, assumed: Assumptions, steps: int) -> dict[str, float]:
+    return simulate(experiment, assumed, steps).summary(experiment.schedule.max_staleness + 2)

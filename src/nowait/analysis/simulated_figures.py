@@ -1,6 +1,4 @@
-"""Figures and tables of what is simulated, against what was published or measured. Frames are those of `simulated`, `validation` and `studies`."""
-
-from __future__ import annotations
+"""Figures and tables of what is simulated, against what was published or measured. Frames are those of `simulated` and `studies`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Means, intervals and paired differences over seeds and prompts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

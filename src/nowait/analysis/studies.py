@@ -1,7 +1,5 @@
 """Simulated studies beyond the papers: other systems' schedules on OPPO's setup, and maps over scale. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

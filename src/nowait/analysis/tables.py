@@ -3,8 +3,6 @@
 Results are {method: [nowait.runs.RunResult per seed]} of one setup; frames of several setups are joined with `pandas.concat`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -98,13 +96,13 @@ def training_time(bench: dict) -> pd.DataFrame:
 
 def on_bench_time(frame: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     """The tidy frame with `seconds` = step x seconds per step in `times`: runs made one after another are no fair timing of methods."""
-    per_step = times.set_index(["setup", "method"])["seconds_per_step"]
-    keys = pd.MultiIndex.from_frame(frame[["setup", "method"]])
-    missing = sorted(set(keys) - set(per_step.index))
-    if missing:
-        raise ValueError(f"the bench has no seconds per step for {missing}; measure them or leave these methods out")
-    seconds = frame["step"].to_numpy() * per_step.reindex(keys).to_numpy()
-    return rounded(frame.assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
+    keys = ["setup", "method"]
+    timed = frame.merge(times[[*keys, "seconds_per_step"]], "left", keys)
+    if len(missing := timed[timed["seconds_per_step"].isna()]):
+        known = missing[keys].drop_duplicates().to_numpy().tolist()
+        raise ValueError(f"the bench has no seconds per step for {known}; measure them or leave these methods out")
+    seconds = timed["step"] * timed["seconds_per_step"]
+    return rounded(timed[list(frame)].assign(seconds=seconds, clock=f"{times['clock'].iloc[0]} (bench)"))
 
 
 def proximal_seconds(bench: dict) -> pd.DataFrame:

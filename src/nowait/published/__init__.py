@@ -1,7 +1,5 @@
 """The papers' published numbers, our targets for them and our deviations, as data. No numbers of our own live here."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
