@@ -37,7 +37,8 @@ def run_hash(experiment: Experiment, seed: int) -> str:
     """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
     tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
     inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
-    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
+    settings = experiment.model_dump(mode="json", exclude={"runtime": {"ray_address"}})  # where a cluster is changes nothing that it computes
+    text = json.dumps([settings, seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

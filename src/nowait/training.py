@@ -14,6 +14,7 @@ from nowait.config import Experiment
 from nowait.config_rules import most_overlapped
 from nowait.runtime.costs import LinearCosts
 from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
+from nowait.runtime.group import GroupExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Crew, StepRecord
@@ -24,6 +25,7 @@ from nowait.workers.scorers import RuleScorer
 
 SAMPLER = "nowait.workers.sampler:HFSampler"
 LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
+SHARDED = {"group": "nowait.workers.sharded:ShardedLearner", "gae": "nowait.workers.sharded:ShardedPPOLearner"}  # of several ranks
 REWARD, REFERENCE = "nowait.workers.streamed:load_reward", "nowait.workers.streamed:StreamedReference"
 SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
 
@@ -69,11 +71,27 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor():
+    def executor(device: str, ranks: int):
+        if runtime.executor == "ray":
+            return ray_executor()(runtime.ray_address, runtime.threads, len(runtime.gpus.get(device, [])) // ranks)
         return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
 
-    devices = {name: Device(name, executor(), clock, timeline) for name in runtime.placement}
+    def group(device: str):
+        ranks = experiment.learner.ranks if "learner" in runtime.placement[device] else 1
+        members = [executor(device, ranks) for _ in range(ranks)]
+        return GroupExecutor(members, "learner") if ranks > 1 else members[0]
+
+    devices = {name: Device(name, group(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
+
+
+def ray_executor() -> type:
+    """The executor of the extra `ray`."""
+    try:
+        from nowait.runtime.ray_executor import RayExecutor
+    except ImportError as error:
+        raise RuntimeError(f"runtime.executor: ray cannot be imported ({error}): pip install 'nowait-rl[ray]'") from error
+    return RayExecutor
 
 
 async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
@@ -88,7 +106,8 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     for name in roles["sampler"]:
         await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
     for name in roles["learner"]:
-        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
+        kinds = SHARDED if experiment.learner.ranks > 1 else LEARNERS
+        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],

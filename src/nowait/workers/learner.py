@@ -6,6 +6,7 @@ Shape legend: S sequences of a batch, T longest response, W longest prompt and r
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ class HFLearner:
         `logp_prox` [S, T] are the log-probs before this step, where the anchor recomputes them. Returns the statistics of the step.
         """
         for minibatch in range(self.prepare(batch, logp_prox)):
-            self.apply([self.gradient(minibatch)])
+            self._optimise(self._backward(minibatch))
         return self.finish()
 
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
@@ -105,6 +106,18 @@ class HFLearner:
 
     def gradient(self, minibatch: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, dict]:
         """This rank's share of a minibatch's gradient (flat) and of its statistics; the shares of all ranks add up."""
+        stats = self._backward(minibatch, rank, ranks)
+        return torch.cat([p.grad.reshape(-1) for p in self._parameters]).numpy(), stats
+
+    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
+        """Add up the ranks' gradients, clip, and step the optimiser."""
+        total = torch.from_numpy(np.sum([g for g, _ in shares], 0))
+        for parameter, gradient in zip(self._parameters, total.split([p.numel() for p in self._parameters]), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        self._optimise(merge_stats([s for _, s in shares]))
+
+    def _backward(self, minibatch: int, rank: int = 0, ranks: int = 1) -> dict:
+        """Leave this rank's share of a minibatch's gradient in the parameters; returns its statistics."""
         step = self._step
         rows = step.minibatches[minibatch]
         denominator = int(step.batch.mask[rows].sum())
@@ -114,21 +127,17 @@ class HFLearner:
             loss, statistics = self._loss(*step.cut(part), denominator)
             loss.backward()
             stats.append(statistics)
-        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1) for g in flat]).numpy(), merge_stats(stats)
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return merge_stats(stats)
 
-    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
-        """Add up the ranks' gradients, clip, and step the optimiser."""
-        total = torch.from_numpy(shares[0][0] if len(shares) == 1 else np.sum([g for g, _ in shares], 0))
-        sizes = [p.numel() for p in self._parameters]
-        for parameter, gradient in zip(self._parameters, total.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
+    def _optimise(self, stats: dict) -> None:
+        norm = self._whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm}")
         self._optimizer.step()
-        self._step.stats.append(merge_stats([s for _, s in shares]))
-        self._step.norms.append(float(norm))
+        self._step.stats.append(stats)
+        self._step.norms.append(norm)
 
     def finish(self) -> dict[str, float]:
         """End the step, adapt beta to its KL, and return statistics."""
@@ -148,7 +157,7 @@ class HFLearner:
 
     def publish(self) -> Weights:
         """A snapshot: cloned tensors, or a safetensors file where the sampler lives in another process."""
-        tensors = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        tensors = {name: self._whole(p.detach()).clone() for name, p in self.model.named_parameters()}
         if self._snapshots is None:
             return Weights(self.version, tensors)
         path = self._snapshots / f"{self.version}.safetensors"
@@ -158,9 +167,9 @@ class HFLearner:
 
     def get_state(self) -> dict:
         """A snapshot of weights, optimiser moments, beta and version, as arrays and numbers."""
-        weights = {key: {name: _array(p) for name, p in module.named_parameters()} for key, module in self._trained.items()}
+        weights = {key: {name: self._array(p) for name, p in module.named_parameters()} for key, module in self._trained.items()}
         moments = self._optimizer.state_dict()["state"]
-        adam = {str(i): {k: _array(v) for k, v in values.items()} for i, values in moments.items()}
+        adam = {str(i): {k: self._array(v) for k, v in values.items()} for i, values in moments.items()}
         return {"version": self.version, "kl_coef": self.kl_coef, **weights, "adam": adam}
 
     @torch.no_grad()
@@ -168,20 +177,36 @@ class HFLearner:
         self.version, self.kl_coef = state["version"], state["kl_coef"]
         for key, module in self._trained.items():
             for name, parameter in module.named_parameters():
-                parameter.copy_(torch.from_numpy(state[key][name]))
-        adam = {int(i): {k: torch.from_numpy(np.array(v)) for k, v in values.items()} for i, values in state["adam"].items()}
+                parameter.copy_(self._placed(state[key][name], parameter))
+        adam = {int(i): {k: self._placed(np.array(v), self._parameters[int(i)]) for k, v in values.items()} for i, values in state["adam"].items()}
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face checkpoint."""
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, state_dict=self._tensors(self.model))
 
     def digest(self) -> str:
         """SHA-256 of the weights, to compare runs bit for bit."""
         h = hashlib.sha256()
         for parameter in self._parameters:
-            h.update(parameter.detach().float().numpy().tobytes())
+            h.update(self._array(parameter).tobytes())
         return h.hexdigest()
+
+    def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Weights of a module, as a file is to have them."""
+        return module.state_dict()
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, a moment or a number that several ranks may hold together, complete."""
+        return tensor
+
+    def _array(self, tensor: torch.Tensor) -> np.ndarray:
+        """A copy in float32, which later updates leave alone."""
+        return self._whole(tensor.detach()).to(torch.float32, copy=True).numpy()
+
+    def _placed(self, array: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
+        """A weight or a moment from a state, where its parameter is."""
+        return torch.from_numpy(array)
 
     def _rewards(self, batch: Batch, logp_prox: np.ndarray | None) -> tuple[torch.Tensor, dict[str, float]]:
         """Token rewards [S, T], and statistics of the KL to the reference, of the policy before the update as far as it is known."""
@@ -281,11 +306,6 @@ class HFLearner:
         chosen = logp.gather(-1, target[:, None])[:, 0]
         entropy = -(logp.detach().exp() * logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
         return chosen, entropy
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in float32, which later updates leave alone."""
-    return tensor.detach().to(torch.float32, copy=True).numpy()
 
 
 @dataclass

@@ -79,9 +79,9 @@ class PPOLearner(HFLearner):
             return self._known[1]
         return tuple(self._read(batch, lambda part: self._values(part, self._states(self._backbone, part))))
 
-    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
+    def _optimise(self, stats: dict) -> None:
         self._known = None
-        super().apply(shares)
+        super()._optimise(stats)
 
     def set_state(self, state: dict) -> None:
         self._known = None
@@ -98,8 +98,8 @@ class PPOLearner(HFLearner):
         critic = Path(folder) / "critic"
         critic.mkdir(exist_ok=True)
         if self._backbone is not self.model:
-            self._backbone.save_pretrained(critic)
-        save_file(self._value_head.state_dict(), critic / "value_head.safetensors")
+            self._backbone.save_pretrained(critic, state_dict=self._tensors(self._backbone))
+        save_file(self._tensors(self._value_head), critic / "value_head.safetensors")
 
     def _targets(self, batch: Batch, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """Advantages, returns and the values before the update, [S, T] each."""
