@@ -37,9 +37,11 @@ class TaskConfig(Model):
 
 
 class ModelConfig(Model):
-    path: str = "asset:policy_small"  # hub name, folder, or asset:<name> for a checkpoint that ships with the package
+    path: str = "asset:policy_small"  # hub name, folder, asset:<name> of this package, gguf:<file>, gguf:<package>/<file>
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # of low-rank adapters in all linear layers but the head, trained instead of the weights; 0: off
+    lora_alpha: Positive = 32  # adapters are scaled by lora_alpha / lora_rank
 
 
 class SamplerConfig(Model):
@@ -72,7 +74,7 @@ class LearnerConfig(Model):
     epochs: Positive = 1  # passes over the batch per training step
     minibatches: Positive = 2  # optimiser steps per epoch
     micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass
-    logp_chunk_tokens: Positive = 2048  # response tokens whose vocabulary logits exist at once
+    logp_chunk_tokens: Positive = 512  # response tokens whose vocabulary logits exist at once: four copies of float32 at most
     ranks: Positive = 1  # processes that share every batch, weights and optimiser state sharded over them
 
 
@@ -152,7 +154,7 @@ class RuntimeConfig(Model):
     clock: Literal["wall", "model", "measured"] = "model"
     threads: Positive = 1  # torch threads per worker
     placement: dict[str, list[Literal["sampler", "learner", "reward", "reference"]]] = {"a": ["sampler"], "b": ["learner"]}
-    gpus: dict[str, list[Annotated[int, Field(ge=0)]]] = {}  # device: numbers of its GPUs (with Ray, how many); empty: CPU
+    gpus: dict[str, list[Annotated[int, Field(ge=0)]]] = {}  # indices of each device's GPUs; a device that is not named computes on the CPU
     costs: CostConfig = CostConfig()
 
 

@@ -41,6 +41,8 @@ def conflicts(x: Experiment) -> list[Problem]:
     group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
     full = "the learner scores tokens under the full softmax, so training samples from it"
     folders = "write words joined by /, as in my/setup1"
+    gpus_of, devices = x.runtime.gpus, " or ".join(x.runtime.placement)
+    strangers = [name for name in gpus_of if name not in x.runtime.placement]
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
         (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
@@ -65,6 +67,13 @@ def conflicts(x: Experiment) -> list[Problem]:
             "set kl_coef, or null",
         ),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
+        (bool(strangers), "runtime.gpus", f"{', '.join(strangers)} is not among the devices of runtime.placement", f"name {devices}"),
+        (
+            not all(gpus and len(set(gpus)) == len(gpus) for gpus in gpus_of.values()),
+            "runtime.gpus",
+            f"got {gpus_of}",
+            "write [0] or [0, 1], each once",
+        ),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_rank_rules(x),
         *_schedule_rules(x),

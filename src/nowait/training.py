@@ -50,6 +50,7 @@ async def stream(
 
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
+    check_gpus(experiment)
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
@@ -71,14 +72,15 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor(device: str, ranks: int):
+    def executor(name: str, ranks: int):
+        gpus = runtime.gpus.get(name, ())
         if runtime.executor == "ray":
-            return ray_executor()(runtime.ray_address, runtime.threads, len(runtime.gpus.get(device, [])) // ranks)
-        return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
+            return ray_executor()(runtime.ray_address, runtime.threads, len(gpus) // ranks)
+        return ProcessExecutor(runtime.threads, gpus) if runtime.executor == "process" else InlineExecutor()
 
-    def group(device: str):
-        ranks = experiment.learner.ranks if "learner" in runtime.placement[device] else 1
-        members = [executor(device, ranks) for _ in range(ranks)]
+    def group(name: str):
+        ranks = experiment.learner.ranks if "learner" in runtime.placement[name] else 1
+        members = [executor(name, ranks) for _ in range(ranks)]
         return GroupExecutor(members, "learner") if ranks > 1 else members[0]
 
     devices = {name: Device(name, group(name), clock, timeline) for name in runtime.placement}
@@ -86,11 +88,12 @@ def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Dev
 
 
 def ray_executor() -> type:
-    """The executor of the extra `ray`."""
-    try:
-        from nowait.runtime.ray_executor import RayExecutor
-    except ImportError as error:
-        raise RuntimeError(f"runtime.executor: ray cannot be imported ({error}): pip install 'nowait-rl[ray]'") from error
+    """The executor of the extra `ray`. Raises ValueError where that is not installed."""
+    from nowait.workers.models import optional
+
+    optional("ray", "ray", "runtime.executor=ray")
+    from nowait.runtime.ray_executor import RayExecutor
+
     return RayExecutor
 
 
@@ -101,13 +104,15 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     }
     encode, decode, _ = load_tokenizer(experiment.model.path)
     plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
-    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
+    model = {name: _model(experiment, name) for name in experiment.runtime.placement}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
     for name in roles["sampler"]:
-        await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
+        await devices[name].place(
+            "sampler", SAMPLER, **model[name], slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed
+        )
     for name in roles["learner"]:
         kinds = SHARDED if experiment.learner.ranks > 1 else LEARNERS
-        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
+        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
@@ -124,8 +129,28 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
     await _place_frozen(crew, experiment, devices, roles, model, capacity)
     if plan.eval_every:
-        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
+        first = roles["sampler"][0]
+        await _place_evaluation(crew, experiment, devices[first], devices["driver"], model[first], encode, decode)
     return crew
+
+
+def check_gpus(experiment: Experiment) -> None:
+    """Raise ValueError where the config names GPUs that this machine does not have; a cluster is asked when workers are placed."""
+    wanted = sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus})
+    if wanted and not experiment.runtime.ray_address:
+        import torch
+
+        if (there := torch.cuda.device_count()) <= wanted[-1]:
+            remedy = "take --scale cpu, or gpu1 for one card of 24 GB, or set runtime.gpus to what `nowait doctor` finds"
+            raise ValueError(f"runtime.gpus: names {', '.join(map(str, wanted))} (from 0 on), and this machine has {there} GPUs; {remedy}")
+
+
+def _model(experiment: Experiment, device: str) -> dict:
+    """What every worker on a device is told about models; a process sees the device's own GPUs only, and counts them from 0."""
+    runtime, gpus = experiment.runtime, experiment.runtime.gpus.get(device)
+    index = gpus[0] if gpus and runtime.executor == "inline" else 0
+    place = f"cuda:{index}" if gpus else "cpu"
+    return {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": runtime.threads, "device": place}
 
 
 def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
@@ -135,7 +160,7 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
         "algorithm": experiment.algorithm,
         "seed": seed,
         "temperature": experiment.sampler.temperature,
-        "gradient_checkpointing": experiment.model.gradient_checkpointing,
+        **experiment.model.model_dump(include={"gradient_checkpointing", "lora_rank", "lora_alpha"}),
         "snapshots": str(snapshots) if experiment.runtime.executor == "process" else None,
     }
     return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
@@ -147,11 +172,11 @@ async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, D
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
-        await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)
+        await devices[device].place("reward", REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
         crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
     if experiment.algorithm.kl_coef:
         (device,) = roles["reference"]
-        await devices[device].place("reference", REFERENCE, **model, temperature=experiment.sampler.temperature, **shared)
+        await devices[device].place("reference", REFERENCE, **model[device], temperature=experiment.sampler.temperature, **shared)
         crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
 
 
@@ -182,15 +207,23 @@ async def _restore(crew: Crew, state: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """encode(text) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself."""
+    """encode(prompt) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself.
+
+    A prompt is a text, or a list of messages {role, content}, which the chat template renders up to where the assistant's answer begins.
+    """
     from transformers import AutoTokenizer
 
-    from nowait.workers.models import model_folder
+    from nowait.workers.models import loading, model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
+    with loading("model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(prompt: str | list[dict]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not tokenizer.chat_template:
+            raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids)

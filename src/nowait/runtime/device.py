@@ -11,10 +11,11 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import nullcontext
 
@@ -62,13 +63,14 @@ class _Host:
         self.workers[name] = resolve(factory)(**kwargs)
 
     def call(self, name: str, method: str, args: tuple, timed: bool) -> tuple[object, float | None]:
-        """Result and, if `timed`, the seconds of processor time that this thread took for it."""
+        """Result and, if `timed`, the seconds of processor time that this thread took for it; real seconds where the worker has a GPU."""
         function = getattr(self.workers[name], method)
         if not timed:
             return function(*args), None
-        start = time.thread_time()
+        seconds = _stopwatch(self.workers[name])
+        start = seconds()
         result = function(*args)
-        return result, time.thread_time() - start
+        return result, seconds() - start
 
     def follow(self, action: str, *args) -> None:
         """An action whose result is that of another rank."""
@@ -81,6 +83,19 @@ class _Host:
 
     def _machine(self) -> str:
         return "127.0.0.1"
+
+
+def _stopwatch(worker: object) -> Callable[[], float]:
+    """A clock for the calls of a worker. A call returns before the GPU has done its work, so that one is waited for."""
+    device = getattr(getattr(worker, "model", None), "device", None)
+    if getattr(device, "type", "cpu") != "cuda":
+        return time.thread_time
+
+    def seconds() -> float:
+        sys.modules["torch"].cuda.synchronize(device)
+        return time.perf_counter()
+
+    return seconds
 
 
 class InlineExecutor:
@@ -104,11 +119,11 @@ class InlineExecutor:
 
 
 class ProcessExecutor:
-    """Calls run in one process of their own, started fresh (spawn), with `threads` compute threads."""
+    """Calls run in one process of their own, started fresh (spawn), with `threads` compute threads; of the GPUs it sees those in `gpus`, if given."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, gpus: Sequence[int] = ()) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid()))
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid(), gpus))
 
     def submit(self, action: str, *args) -> Future:
         if action == "place":
@@ -134,8 +149,11 @@ def _in_process(action: str, args: tuple):
     return _host.act(action, args)
 
 
-def _start_process(threads: int, parent: int) -> None:
+def _start_process(threads: int, parent: int, gpus: Sequence[int]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if gpus:  # read when CUDA starts; where some GPUs are hidden already, indices count the visible ones
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible != [""] else str(gpu) for gpu in gpus)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver decides what happens
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 

@@ -17,8 +17,8 @@ class Task(Protocol):
     def size(self, split: Split) -> int:
         """Number of rows of the split."""
 
-    def prompt(self, split: Split, row: int) -> str:
-        """Text given to the policy."""
+    def prompt(self, split: Split, row: int) -> str | list[dict[str, str]]:
+        """Text given to the policy, or messages {role, content} for its chat template."""
 
     def reward(self, split: Split, row: int, response: str) -> float:
         """Score of a response, decoded without special tokens. An exception means that grading failed, not that the response is wrong."""

@@ -15,7 +15,7 @@ STREAM = 102  # of the random numbers that order rows
 class Prompts:
     """`next(count)` gives requests with running ids; the id alone decides row and randomness, so its state is one number."""
 
-    def __init__(self, task: Task, encode: Callable[[str], list[int]], *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(self, task: Task, encode: Callable[..., list[int]], *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
         self._task, self._encode, self._seed, self._n = task, encode, seed, n
         self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
         self._size = task.size("train")
@@ -44,8 +44,7 @@ class Prompts:
 
 def make_request(task: Task, encode, split: str, number: int, row: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> Request:
     """The request for one row of a split; an empty or overlong prompt is an error that names the row."""
-    text = task.prompt(split, row)
-    ids = np.array(encode(text), np.int32)
+    ids = np.array(encode(task.prompt(split, row)), np.int32)
     if not len(ids):
         raise ValueError(f"{split} row {row}: the prompt is empty")
     if len(ids) > max_prompt_tokens:

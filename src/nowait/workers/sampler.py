@@ -13,7 +13,7 @@ import torch
 
 from nowait.batch import LENGTH, STOP, Batch, Request, Rollouts, Segments, Weights, length_groups, pack_requests, unpack_requests
 from nowait.workers.kv_cache import GROUPED, SlotCache
-from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
+from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights, on
 
 
 class HFSampler:
@@ -25,17 +25,18 @@ class HFSampler:
         *,
         dtype: str = "float32",
         threads: int = 1,
+        device: str = "cpu",
         slots: int,
         capacity: int,
         temperature: float = 1.0,
         seed: int = 0,
         stream: int = 0,
     ) -> None:
-        self.model = load_policy(path, dtype, threads).requires_grad_(False)
+        self.model = load_policy(path, dtype, threads, device).requires_grad_(False)
         self.model.set_attn_implementation(GROUPED)
         self.temperature, self.seed, self.stream = temperature, seed, stream
         self.eos = np.array(eos_ids(self.model))
-        self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype)
+        self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype, device)
         self._waiting: deque[tuple[Request, int]] = deque()  # request, sample
         self._active = 0
         self._version = 0
@@ -132,28 +133,28 @@ class HFSampler:
             self._cache.copy(source[copied], rows[copied], int(self._columns["length"][rows[copied]].max()) - 1)
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        width = int(lengths.max())
-        positions = torch.arange(width).expand(len(rows), -1)
-        padding = positions >= torch.from_numpy(lengths)[:, None]
-        mask = torch.ones(width, width, dtype=torch.bool).tril()[None, None]  # padding stands at the end: causality hides it
-        cache = self._cache.at(torch.from_numpy(rows), positions.masked_fill(padding, self._cache.spare), width)
-        hidden_states(self.model, torch.from_numpy(self._history[rows, :width]), mask.expand(len(rows), -1, -1, -1), positions, cache)
+        width, device = int(lengths.max()), self.model.device
+        positions = torch.arange(width, device=device).expand(len(rows), -1)
+        padding = positions >= on(device, lengths)[:, None]
+        mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None, None]  # padding stands at the end: causality hides it
+        cache = self._cache.at(on(device, rows), positions.masked_fill(padding, self._cache.spare), width)
+        hidden_states(self.model, on(device, self._history[rows, :width]), mask.expand(len(rows), -1, -1, -1), positions, cache)
 
     def _step(self, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One token for every active row: token int64 [A], log-prob float32 [A]."""
-        active = self._active
+        active, device = self._active, self.model.device
         length = self._columns["length"][:active]
-        at = torch.from_numpy(length - 1)
+        at = on(device, length - 1)
         span = int(length.max())
-        mask = torch.where(torch.arange(span) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [A, 1, 1, span], added to scores
-        newest = torch.from_numpy(self._history[np.arange(active), length - 1])[:, None]
+        mask = torch.where(torch.arange(span, device=device) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [A, 1, 1, span], added to scores
+        newest = on(device, self._history[np.arange(active), length - 1])[:, None]
         cache = self._cache.at(slice(0, active), at[:, None], span)
         hidden = hidden_states(self.model, newest, mask, at[:, None], cache)
-        token, logp = pick(self.model.get_output_embeddings()(hidden[:, 0]), self.temperature, torch.from_numpy(uniform))
-        token = token.numpy()
+        token, logp = pick(self.model.get_output_embeddings()(hidden[:, 0]), self.temperature, on(device, uniform))
+        token = token.cpu().numpy()
         self._history[np.arange(active), length] = token
         self._columns["length"][:active] += 1
-        return token, logp.numpy()
+        return token, logp.cpu().numpy()
 
     def _release(self, ended: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Free the slots of `ended` rows; the last rows move into the gaps. Returns `row` in the new order."""

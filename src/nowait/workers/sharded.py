@@ -38,13 +38,15 @@ class _Sharded:
     Rank 0 returns what a learner of one rank would, up to rounding, states and published weights included; the others return parts of no use.
     """
 
-    def __init__(self, *args, rank: int, ranks: int, rendezvous: str, snapshots: str | None = None, **options) -> None:
+    def __init__(self, *args, rank: int, ranks: int, rendezvous: str, device: str = "cpu", snapshots: str | None = None, **options) -> None:
         self._rank, self._ranks = rank, ranks
-        if gpus := torch.cuda.device_count():
-            torch.cuda.set_device(rank % gpus)
+        if device != "cpu":  # the ranks of one machine see the same GPUs, those of a cluster one each
+            device = f"cuda:{rank % torch.cuda.device_count()}"
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-        super().__init__(*args, snapshots=None if rank else snapshots, **options)
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+        super().__init__(*args, device=device, snapshots=None if rank else snapshots, **options)
         mesh = init_device_mesh(self.model.device.type, (ranks,))
         self._all = _All(self._trained)
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
@@ -85,7 +87,7 @@ class _Sharded:
         denominator = int(step.batch.mask[rows].sum())
         self._optimizer.zero_grad(set_to_none=True)
         for share, counts in self._passes(step.batch, rows):
-            part, columns = step.cut(share)
+            part, columns = step.cut(share, self.model.device)
             loss, statistics = self._all(self._loss, replace(part, keep=part.keep & counts), columns, denominator)
             loss.backward()
             stats.append(statistics)
@@ -100,7 +102,8 @@ class _Sharded:
             super().save(aside if self._rank else folder)
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {name: self._whole(parameter.detach()) for name, parameter in module.named_parameters()}
+        tied = getattr(module, "all_tied_weights_keys", ())  # would be gathered twice
+        return {name: self._whole(weight) for name, weight in super()._tensors(module).items() if name not in tied}
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0; the others take part in gathering a tensor and keep nothing but numbers."""
