@@ -77,6 +77,7 @@ class LearnerConfig(Model):
     minibatches: Positive = 2  # optimiser steps per epoch
     micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass
     logp_chunk_tokens: Positive = 512  # response tokens whose vocabulary logits exist at once: four copies of float32 at most
+    ranks: Positive = 1  # processes that share every batch, weights and optimiser state sharded over them
 
 
 class AlgorithmConfig(Model):
@@ -151,7 +152,8 @@ class CostConfig(Model):
 
 
 class RuntimeConfig(Model):
-    executor: Literal["inline", "process"] = "inline"
+    executor: Literal["inline", "process", "ray"] = "inline"
+    ray_address: str | None = None  # of a running cluster, "auto" on one of its machines; None: a Ray of this machine
     clock: Literal["wall", "model", "measured"] = "model"
     threads: Positive = 1  # torch threads per worker
     placement: dict[str, list[Literal["sampler", "learner", "reward", "reference"]]] = {"a": ["sampler"], "b": ["learner"]}

@@ -79,6 +79,7 @@ def conflicts(x: Experiment) -> list[Problem]:
             "write [0] or [0, 1], each once",
         ),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
+        *_rank_rules(x),
         *_schedule_rules(x),
     ]
     return [Problem(*rest) for broken, *rest in rules if broken]
@@ -87,6 +88,24 @@ def conflicts(x: Experiment) -> list[Problem]:
 def _names_folders(text: str) -> bool:
     """Whether a text is a path that stays below the folder it is appended to."""
     return all(part.strip(". ") and part.isprintable() and len(part) <= 100 for part in text.split("/"))
+
+
+def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
+    """(broken, key, what, remedy) of a learner of several ranks."""
+    ranks, executor = x.learner.ranks, x.runtime.executor
+    gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if "learner" in hosted and device in x.runtime.gpus]
+    processes, colocated = "set runtime.executor=process or ray, or 1 rank", "colocated training has a learner on each of its two devices"
+    return [
+        (ranks > 1 and executor == "inline", "learner.ranks", f"{ranks} ranks need a process each", processes),
+        (ranks > 1 and x.schedule.kind == "colocated", "learner.ranks", colocated, "set 1"),
+        *((count % ranks > 0, "learner.ranks", f"{ranks} ranks cannot share {count} GPUs evenly", "choose a divisor") for count in gpus),
+        (
+            x.runtime.ray_address is not None and executor != "ray",
+            "runtime.ray_address",
+            f"executor {executor} uses no Ray",
+            "set runtime.executor=ray, or null",
+        ),
+    ]
 
 
 def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:

@@ -14,6 +14,7 @@ from nowait.config import Experiment
 from nowait.config_rules import most_overlapped
 from nowait.runtime.costs import LinearCosts
 from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
+from nowait.runtime.group import GroupExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Crew, StepRecord
@@ -25,6 +26,7 @@ from nowait.workers.scorers import RuleScorer
 
 SAMPLERS = {"transformers": "nowait.workers.sampler:HFSampler", "vllm": "nowait.workers.vllm_sampler:VLLMSampler"}
 LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
+SHARDED = {"group": "nowait.workers.sharded:ShardedLearner", "gae": "nowait.workers.sharded:ShardedPPOLearner"}  # of several ranks
 REWARD, REFERENCE = "nowait.workers.streamed:load_reward", "nowait.workers.streamed:StreamedReference"
 SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
 
@@ -75,11 +77,29 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor(name: str):
-        return ProcessExecutor(runtime.threads, runtime.gpus.get(name, ())) if runtime.executor == "process" else InlineExecutor()
+    def executor(name: str, ranks: int):
+        gpus = runtime.gpus.get(name, ())
+        if runtime.executor == "ray":
+            return ray_executor()(runtime.ray_address, runtime.threads, len(gpus) // ranks)
+        return ProcessExecutor(runtime.threads, gpus) if runtime.executor == "process" else InlineExecutor()
 
-    devices = {name: Device(name, executor(name), clock, timeline) for name in runtime.placement}
+    def group(name: str):
+        ranks = experiment.learner.ranks if "learner" in runtime.placement[name] else 1
+        members = [executor(name, ranks) for _ in range(ranks)]
+        return GroupExecutor(members, "learner") if ranks > 1 else members[0]
+
+    devices = {name: Device(name, group(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
+
+
+def ray_executor() -> type:
+    """The executor of the extra `ray`. Raises ValueError where that is not installed."""
+    from nowait.workers.models import optional
+
+    optional("ray", "ray", "runtime.executor=ray")
+    from nowait.runtime.ray_executor import RayExecutor
+
+    return RayExecutor
 
 
 async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
@@ -96,7 +116,8 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         options = {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
         await devices[name].place("sampler", factory, **model[name], **engine, **options)
     for name in roles["learner"]:
-        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
+        kinds = SHARDED if experiment.learner.ranks > 1 else LEARNERS
+        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
@@ -129,8 +150,9 @@ def _engine(experiment: Experiment) -> tuple[str, dict]:
 
 
 def check_gpus(experiment: Experiment) -> None:
-    """Raise ValueError where the config names GPUs that this machine does not have."""
-    if wanted := sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus}):
+    """Raise ValueError where the config names GPUs that this machine does not have; a cluster is asked when workers are placed."""
+    wanted = sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus})
+    if wanted and not experiment.runtime.ray_address:
         import torch
 
         if (there := torch.cuda.device_count()) <= wanted[-1]:

@@ -10,13 +10,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import nullcontext
 
 from nowait.runtime.clock import VirtualTimeLoop
@@ -48,6 +48,17 @@ class _Host:
     def __init__(self) -> None:
         self.workers: dict[str, object] = {}
 
+    def act(self, action: str, args: tuple):
+        """Result of an action, for another process; so is its error, which one without a copy is replaced by."""
+        try:
+            return getattr(self, action)(*args)
+        except Exception as error:
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # its constructor asks for more than its message; the pool would take that for a dead process
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise
+
     def place(self, name: str, factory: str | Callable, kwargs: dict) -> None:
         self.workers[name] = resolve(factory)(**kwargs)
 
@@ -60,6 +71,18 @@ class _Host:
         start = seconds()
         result = function(*args)
         return result, seconds() - start
+
+    def follow(self, action: str, *args) -> None:
+        """An action whose result is that of another rank."""
+        getattr(self, action)(*args)
+
+    def address(self) -> str:
+        """Where ranks can meet: a port of this machine that is free now."""
+        with socket.create_server((self._machine(), 0)) as server:
+            return "tcp://{}:{}".format(*server.getsockname())
+
+    def _machine(self) -> str:
+        return "127.0.0.1"
 
 
 def _stopwatch(worker: object) -> Callable[[], float]:
@@ -123,14 +146,7 @@ _host = _Host()  # of this worker process
 
 
 def _in_process(action: str, args: tuple):
-    try:
-        return getattr(_host, action)(*args)
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # its constructor asks for more than its message; the pool would take that for a dead process
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise
+    return _host.act(action, args)
 
 
 def _start_process(threads: int, parent: int, gpus: Sequence[int]) -> None:
@@ -239,7 +255,7 @@ class Device:
             if self._clock.virtual:
                 return future.result()
             return await asyncio.wrap_future(future)  # which also lets other tasks have their turn when an inline call has already run
-        except (BrokenProcessPool, concurrent.futures.CancelledError) as error:
+        except (BrokenExecutor, concurrent.futures.CancelledError) as error:
             raise DeviceFailed(f"the process of device {self.name!r} died while {doing} (killed, or out of memory?)") from error
 
     def close(self) -> None:

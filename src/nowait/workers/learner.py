@@ -6,6 +6,7 @@ Shape legend: S sequences of a batch, T longest response, W longest prompt and r
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -139,12 +140,12 @@ class HFLearner:
         return {name: value.cpu() for name, value in merge_stats(stats).items()}
 
     def _optimise(self, stats: dict) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
+        norm = float(self._whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm}")
         self._optimizer.step()
         self._step.stats.append(stats)
-        self._step.norms.append(float(norm))
+        self._step.norms.append(norm)
 
     def finish(self) -> dict[str, float]:
         """End the step, adapt beta to its KL, and return statistics."""
@@ -165,7 +166,7 @@ class HFLearner:
     def publish(self) -> Weights:
         """A snapshot of what training has changed: tensors, or a safetensors file where the sampler lives in another process."""
         changed = lora.merged(self.model) if self._adapted else dict(self.model.named_parameters())
-        tensors = {name: p.detach().to(self._published, copy=True) for name, p in changed.items()}
+        tensors = {name: self._whole(p.detach().to(self._published, copy=True)) for name, p in changed.items()}
         if self._snapshots is None:
             return Weights(self.version, tensors)
         path = self._snapshots / f"{self.version}.safetensors"
@@ -175,9 +176,9 @@ class HFLearner:
 
     def get_state(self) -> dict:
         """A snapshot of trained weights, optimiser moments, beta and version, as arrays and numbers."""
-        weights = {key: {name: _array(p) for name, p in module.named_parameters() if p.requires_grad} for key, module in self._trained.items()}
+        weights = {key: {name: self._array(p) for name, p in module.named_parameters() if p.requires_grad} for key, module in self._trained.items()}
         moments = self._optimizer.state_dict()["state"]
-        adam = {str(i): {k: _array(v) for k, v in values.items()} for i, values in moments.items()}
+        adam = {str(i): {k: self._array(v) for k, v in values.items()} for i, values in moments.items()}
         return {"version": self.version, "kl_coef": self.kl_coef, **weights, "adam": adam}
 
     @torch.no_grad()
@@ -186,20 +187,36 @@ class HFLearner:
         for key, module in self._trained.items():
             parameters = dict(module.named_parameters())
             for name, array in state[key].items():
-                parameters[name].copy_(torch.from_numpy(array))
-        adam = {int(i): {k: torch.from_numpy(np.array(v)) for k, v in values.items()} for i, values in state["adam"].items()}
+                parameters[name].copy_(self._placed(array, parameters[name]))
+        adam = {int(i): {k: self._placed(np.array(v), self._parameters[int(i)]) for k, v in values.items()} for i, values in state["adam"].items()}
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face checkpoint, adapters merged into their layers."""
-        self.model.save_pretrained(folder, state_dict=lora.whole(self.model) if self._adapted else None)
+        self.model.save_pretrained(folder, state_dict=self._tensors(self.model))
 
     def digest(self) -> str:
         """SHA-256 of the trained weights, to compare runs bit for bit."""
         h = hashlib.sha256()
         for parameter in self._parameters:
-            h.update(_array(parameter).tobytes())
+            h.update(self._array(parameter).tobytes())
         return h.hexdigest()
+
+    def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """All weights of a trained module, as a file is to have them."""
+        return lora.whole(module) if self._adapted and module is self.model else module.state_dict()
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, a moment or a number, of which several ranks may each hold a part."""
+        return tensor
+
+    def _array(self, tensor: torch.Tensor) -> np.ndarray:
+        """A copy in float32, which later updates leave alone."""
+        return self._whole(tensor.detach()).to("cpu", torch.float32, copy=True).numpy()
+
+    def _placed(self, array: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
+        """A weight or a moment from a state, for this parameter."""
+        return torch.from_numpy(array)
 
     def _rewards(self, batch: Batch, logp_prox: np.ndarray | None) -> tuple[torch.Tensor, dict[str, float]]:
         """Token rewards [S, T], and statistics of the KL to the reference, of the policy before the update as far as it is known."""
@@ -302,11 +319,6 @@ class HFLearner:
         chosen = logp.gather(-1, target[:, None])[:, 0]
         entropy = -logp.detach().exp().mul_(logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
         return chosen, entropy
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in float32, which later updates leave alone."""
-    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
 @dataclass

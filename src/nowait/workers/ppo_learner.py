@@ -98,8 +98,8 @@ class PPOLearner(HFLearner):
         critic = Path(folder) / "critic"
         critic.mkdir(exist_ok=True)
         if self._backbone is not self.model:
-            self._backbone.save_pretrained(critic)
-        save_file(self._value_head.state_dict(), critic / "value_head.safetensors")
+            self._backbone.save_pretrained(critic, state_dict=self._tensors(self._backbone))
+        save_file(self._tensors(self._value_head), critic / "value_head.safetensors")
 
     def _targets(self, batch: Batch, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """Advantages, returns and the values before the update, [S, T] each."""
