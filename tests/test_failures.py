@@ -17,6 +17,7 @@ from pathlib import Path
 import papermill
 import pytest
 from tiny import experiment
+from transformers import PreTrainedTokenizerBase
 
 from nowait import checkpoint, config, doctor, runs
 from nowait import reproduce as reproduction
@@ -45,7 +46,7 @@ def stopped(tiny, tmp_path, monkeypatch):
     """An experiment and the folder of its run, which has failed after the last step, with checkpoints of steps 1 and 2."""
     x, folder = experiment(tiny, "sync", *INTERRUPTED), tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr(runs, "_copy_tokenizer", fail(RuntimeError("stopped here")))
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", fail(RuntimeError("stopped here")))
         with pytest.raises(RunFailed, match="stopped after step 3: RuntimeError: stopped here .*\n3 of 3 .* it continues after step 2"):
             run(x, folder)
     return x, folder
@@ -157,7 +158,9 @@ def test_a_full_disk_is_named_with_the_file_and_the_next_call_continues(tiny, tm
 
 
 def test_a_disk_that_is_full_for_the_weights_says_where_to_make_room(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_copy_tokenizer", fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")))
+    monkeypatch.setattr(
+        PreTrainedTokenizerBase, "save_pretrained", fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
+    )
     with pytest.raises(RunFailed, match=f"Before that, free space under {tmp_path}/run and /"):
         run(experiment(tiny, "sync", "schedule.steps=1"), tmp_path / "run")
 

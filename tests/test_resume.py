@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from tiny import exact, experiment, train
+from transformers import PreTrainedTokenizerBase
 
 from nowait import checkpoint, runs
 from nowait.config import load
@@ -113,7 +114,7 @@ def test_a_checkpoint_of_other_settings_is_refused_with_what_to_do(tiny, tmp_pat
     x, other = (experiment(tiny, "sync", "schedule.steps=3", "schedule.checkpoint_every=1", f"learner.lr={lr}") for lr in (1e-2, 2e-2))
     folder = tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr(runs, "_copy_tokenizer", lambda *_: 1 / 0)
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_: 1 / 0)
         with pytest.raises(RunFailed):
             runs.run(x, 0, folder, use_wandb=False)
     if moved:

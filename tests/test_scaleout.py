@@ -344,6 +344,6 @@ def test_an_address_without_a_cluster_is_named(monkeypatch):
 
 
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nowait.runtime.ray_executor", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'nowait-rl\[ray\]'"):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"runtime.executor=ray needs ray, which is missing: pip install -e '.\[ray\]'"):
         list(runs.steps(load("a3po/setup1", "smoke", ["runtime.executor=ray"]), 0))
