@@ -166,7 +166,7 @@ def test_every_widget_has_its_committed_picture_in_the_cell_before_it():
     for notebook in NOTEBOOKS:
         cells = nbformat.read(notebook, 4).cells
         for before, cell in zip(cells, cells[1:], strict=False):
-            for draw in re.findall(r"^show\(\w+\.(\w+),", cell.source, re.MULTILINE) if cell.cell_type == "code" else ():
+            for draw in re.findall(r"^show\(\s*\w+\.(\w+),", cell.source, re.MULTILINE) if cell.cell_type == "code" else ():
                 (name,) = re.findall(r"!\[.+?\]\(\.\./\.\./figures/teach/(\w+)\.png\)", before.source)
                 assert PICTURES[name].__name__ == draw, f"{notebook.stem}: {draw}"
                 shown.append(name)
