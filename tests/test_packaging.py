@@ -19,6 +19,7 @@ from nowait.tracking import metrics_table
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb")) if (ROOT / "notebooks").is_dir() else []
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.md"))]
 PARAMETERS = {"scale", "seeds", "overrides", "interactive"}  # and config or configs
 IMPORTED_AS = {"PyYAML": "yaml", "pillow": "PIL"}
 LARGEST = 8_000_000  # bytes of a file
@@ -96,9 +97,20 @@ def test_the_figures_that_the_readme_links_are_committed():
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_readme_has_the_table_of_metrics():
+def test_the_glossary_has_the_table_of_metrics():
     remedy = "replace it by the output of: python -c 'from nowait.tracking import metrics_table; print(metrics_table())'"
-    assert f"\n\n{metrics_table()}\n\n" in (ROOT / "README.md").read_text(), remedy
+    assert f"\n\n{metrics_table()}\n\n" in (ROOT / "docs" / "metrics.md").read_text(), remedy
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text)
+    files = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [file for file, _ in files if not file.exists()] == []
+    for file, anchor in files:
+        heads = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], f"{file.name}#{anchor}"
 
 
 def test_the_readme_lists_every_notebook_and_what_it_saves():

@@ -1,4 +1,4 @@
-"""What makes two runs the same: settings, seed, code, initial model, and a user's own tasks."""
+"""What makes two runs the same: settings, seed, code, initial model, and a user's own parts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own parts."""
     tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
-    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
+    parts = tasks | {experiment.algorithm.anchor, experiment.overlap.rule, experiment.reward.path or ""}
+    inputs = [_model_digest(experiment.model.path), *(_own_digest(name) for name in sorted(parts))]
     text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -49,8 +50,8 @@ def _model_digest(path: str) -> str:
     return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
 
 
-def _task_digest(name: str) -> str:
-    """SHA-256 of the module behind `module:function`; empty for a built-in task, and where there is no such file, which loading the task reports."""
+def _own_digest(name: str) -> str:
+    """SHA-256 of the module behind `module:function`; empty for what is built in, and where there is no such file, which using it reports."""
     module = name.partition(":")[0] if ":" in name else ""
     try:
         file = Path(importlib.util.find_spec(module).origin) if module else None

@@ -265,7 +265,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_table() -> str:
-    """METRICS as a Markdown table, for the README."""
+    """METRICS as a Markdown table, for docs/metrics.md."""
     rows = [("metric", "meaning", "TRL", "verl", "AReaL"), ("---",) * 5]
     rows += [(f"`{name}`", meaning.replace("|", r"\|"), *map(_code, peers)) for name, (meaning, *peers) in METRICS.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
