@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -23,12 +22,19 @@ from nowait import teach
 from nowait.analysis.drawing import styled
 
 
+class Picture(bytes):
+    """A PNG that a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        return bytes(self)
+
+
 @styled
-def png(figure: Figure) -> bytes:
+def png(figure: Figure) -> Picture:
     """The same bytes wherever the same versions draw it."""
-    with io.BytesIO() as file, matplotlib.rc_context({"savefig.dpi": 100}):
-        figure.savefig(file, format="png", metadata={"Software": None})
-        return file.getvalue()
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=100, metadata={"Software": None}, pil_kwargs={"compress_level": 1})
+        return Picture(file.getvalue())
 
 
 def show(draw: Callable[..., Figure], interactive: bool = True, **controls):
@@ -38,11 +44,10 @@ def show(draw: Callable[..., Figure], interactive: bool = True, **controls):
     """
     import ipywidgets
 
-    image = ipywidgets.Image(value=png(draw()), format="png")
+    picture = png(draw())
     if not interactive:
-        from IPython.display import Image
-
-        return Image(image.value)
+        return picture
+    image = ipywidgets.Image(value=picture)
 
     @functools.wraps(draw)  # whose defaults the controls start at
     def redraw(**values) -> None:

@@ -45,18 +45,18 @@ class Played(NamedTuple):
 
 
 class _Linear:
-    """Stands where `runtime.hardware.Group` does; seconds per token, and per decode step however many sequences take it."""
+    """Stands where `runtime.hardware.Group` does; seconds per token, per decode step however many sequences take it, and per call."""
 
     devices, hardware = 1, SimpleNamespace(pass_overhead=0.0)
 
-    def __init__(self, token: float = 0.0, step: float = 0.0) -> None:
-        self.token, self.step = token, step
+    def __init__(self, token: float = 0.0, step: float = 0.0, call: float = 0.0) -> None:
+        self.token, self.step, self.call = token, step, call
 
     def decode(self, live, held) -> float:
-        return self.step * len(live)
+        return self.step * len(live) + self.call
 
     def forward(self, new, before=None) -> float:
-        return self.token * float(new.sum())
+        return self.token * float(new.sum()) + self.call
 
     def update(self, lengths, **plan) -> float:
         return self.forward(lengths)
@@ -69,21 +69,21 @@ def experiment(name: str, method: str, **sections: dict) -> Experiment:
     return e.model_copy(update={section: getattr(e, section).model_copy(update=values) for section, values in sections.items()})
 
 
-def play(e: Experiment, lengths: Lengths, *, decode_step=0.01, read_token=0.0, update_token=0.0, rewards=None, seed=0) -> Played:
+def play(e: Experiment, lengths: Lengths, *, decode_step=0.01, read_token=0.0, update_token=0.0, call=0.0, rewards=None, seed=0) -> Played:
     """Run the schedule of an experiment to its end, in milliseconds; the same arguments give the same in every process.
 
-    Seconds per decode step, per token (prompt included) that the reward model reads, and per token that is trained. The arrays of a batch have an
-    entry per piece of up to 8 tokens (`workers.simulated`).
+    Seconds per decode step, per token (prompt included) that the reward model reads, per token that is trained, and more per call of sampler or
+    reward model. The arrays of a batch have an entry per piece of up to 8 tokens (`workers.simulated`).
     """
     plan, calls, records = e.schedule, [], []
     requests = plan.batch_size * (plan.steps + plan.max_staleness + 1) + 2 * e.sampler.slots + e.overlap.delta_max
     world = World(lengths, requests, 1, plan.batch_size, plan.steps, seed, rewards or RewardCurve())
     workers = {
-        "sampler": SimulatedSampler(world, _Linear(step=decode_step), e.sampler.slots),
+        "sampler": SimulatedSampler(world, _Linear(step=decode_step, call=call), e.sampler.slots),
         "learner": SimulatedLearner(
             world, _Linear(update_token), minibatches=1, epochs=1, micro_batch_tokens=1, recompute=False, forward=FORWARD_SHARE
         ),
-        "reward": SimulatedReader(world, _Linear(read_token)),
+        "reward": SimulatedReader(world, _Linear(read_token, call=call)),
     }
 
     def cost(worker: str, method: str, args: tuple, result: object) -> float:
