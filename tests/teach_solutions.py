@@ -50,7 +50,7 @@ def slope(rewards, window):
 
 
 def most_deferrals(length, chunk):
-    return math.ceil(length / chunk)
+    return -(-length // chunk)
 
 
 def first_batch(lengths, batch):
@@ -66,8 +66,9 @@ def bound(s, u, f):
 
 
 def difference(ours, theirs):
-    pairs = np.subtract(ours, theirs)
-    return pairs.mean(), pairs.std(ddof=1) / math.sqrt(len(pairs))
+    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(pairs) / len(pairs)
+    return mean, (sum((x - mean) ** 2 for x in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5
 
 
 def histogram(versions, step):
@@ -79,7 +80,7 @@ def anchor(behav, theta, versions, step):
     return alpha * np.array(behav) + (1 - alpha) * np.array(theta)
 
 
-SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments, math and np
+SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments and what that imports
     "anchors/weights": weights,
     "anchors/clipped": clipped,
     "anchors/largest": largest,
@@ -116,7 +117,11 @@ WRONG = {  # MODULE/NAME: plausible mistakes
     "bubbles/last_read": [lambda w, r: sum(w) + sum(r), lambda w, r: max(sum(w), sum(r)), lambda w, r: sum(w) + r[-1]],
     "overcommit/slope": [lambda r, w: (r[-1] - r[-w]) / w, lambda r, w: r[-1] - r[-1 - w], lambda r, w: (r[-1] - r[0]) / w],
     "overcommit/most_deferrals": [lambda length, chunk: length // chunk, lambda length, chunk: math.ceil(length / chunk) - 1],
-    "overcommit/first_batch": [lambda lengths, b: sum(lengths[:b]) / b, lambda lengths, b: np.mean(lengths), lambda lengths, b: sorted(lengths)[b - 1]],
+    "overcommit/first_batch": [
+        lambda lengths, b: sum(lengths[:b]) / b,
+        lambda lengths, b: np.mean(lengths),
+        lambda lengths, b: sorted(lengths)[b - 1],
+    ],
     "training/sequences": [lambda b, g, m: b * g, lambda b, g, m: b // m],
     "training/bound": [lambda s, u, f: (u + f) / u, lambda s, u, f: (s + u + f) / (s + u), lambda s, u, f: 1 + f],
     "training/difference": [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nowait import reference, tasks
+from nowait import reference
 from nowait.config import KEYS, LEAVES, METHODS, Experiment, diff, digest, load, to_yaml
 from nowait.config_files import ConfigError, Layers, find, read_whole
 
