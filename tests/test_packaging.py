@@ -81,12 +81,12 @@ def test_no_file_names_a_place_on_somebody_s_machine():
     assert found == []
 
 
-def test_what_the_readme_promises_exists():
+def test_what_the_readme_and_the_pages_promise_exists():
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE)) <= targets
     commands = subprocess.run([sys.executable, "-m", "nowait", "--help"], capture_output=True, text=True, check=True).stdout
-    for command in set(re.findall(r"^ *nowait ([a-z]+)", readme, re.MULTILINE)):
+    for command in set(re.findall(r"^ *nowait ([a-z]+)", "\n".join([readme, *(page.read_text() for page in PAGES)]), re.MULTILINE)):
         assert re.search(rf"^  {command} ", commands, re.MULTILINE), command
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", readme)
     assert [link for link in links if not link.startswith("figures/") and not (ROOT / link).exists()] == []

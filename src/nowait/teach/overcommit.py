@@ -85,7 +85,7 @@ def lanes(delta: int = 2, seed: int = 4) -> Figure:
         ax.text(call.end, -1.2, f"trains {', '.join(map(str, call.args[0].group))}", ha="right", va="bottom", fontsize=9)
     ax.set(xlabel="seconds (virtual)", ylabel="request", ylim=(16 + delta - 0.4, -0.8))
     ax.set_yticks(range(0, 16 + delta, 2))
-    ax.set_title(f"B = 4, Δ = {delta}; colour: version of the weights, grey: update", loc="left", pad=20)
+    ax.set_title(f"B = 4, Δ = {delta}, n = 1 course; colour: version of the weights, grey: update", loc="left", pad=20)
     return figure
 
 
