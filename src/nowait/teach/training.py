@@ -1,8 +1,12 @@
-"""Curves of one's own trainings, and of those behind the committed figures to hold them against."""
+"""Curves of one's own trainings, and of recorded ones to hold them against: three seeds of A-3PO's setup 1 at scale cpu.
+
+`python -m nowait.teach.training` writes these to training.csv, from the figures of a checkout.
+"""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -11,8 +15,9 @@ from nowait.analysis.drawing import curve, finish, measured_curves, seeds, style
 from nowait.analysis.tables import tidy
 from nowait.reproduce import figures_dir
 
+FILE = Path(__file__).with_suffix(".csv")
 METHODS = ("sync", "recompute", "behave", "loglinear")
-RECORDED = {  # metric: CSV file under figures/, column
+RECORDED = {  # metric: where it comes from, a CSV file under figures/ and its column
     "reward": ("a3po_train_reward_steps", "rollout/reward_mean"),
     "entropy, nats": ("a3po_entropy", "train/entropy"),
     "clipped share": ("a3po_clipped_tokens", "train/clip_frac"),
@@ -33,10 +38,16 @@ def panels(results: dict[str, list], columns: dict[str, str]) -> Figure:
 
 @functools.cache
 def recorded(metric: str) -> pd.DataFrame:
-    """Setup 1 at scale cpu: the metric by step (rows), method and seed (columns)."""
-    file, column = RECORDED[metric]
-    frame = pd.read_csv(figures_dir() / f"{file}.csv")
-    return frame[frame["setup"] == "setup1"].pivot(index="step", columns=["method", "seed"], values=column)
+    """The metric by step (rows), method and seed (columns)."""
+    return pd.read_csv(FILE).pivot(index="step", columns=["method", "seed"], values=metric)
+
+
+def record() -> None:
+    """Write FILE again from the CSV files of the figures."""
+    keys = ["method", "seed", "step"]
+    frames = [pd.read_csv(figures_dir() / f"{file}.csv").query("setup == 'setup1' and method in @METHODS").set_index(keys)[column].rename(metric)
+              for metric, (file, column) in RECORDED.items()]  # fmt: skip
+    pd.concat(frames, axis=1).reset_index().to_csv(FILE, index=False)
 
 
 @styled
@@ -74,3 +85,7 @@ EXERCISES = {
         (([0.5, 0.9], [0.4, 0.8]), (0.1, 0.0), "seeds differ by 0.4, the paired differences do not differ at all: that is what pairing is for"),
     ],
 }
+
+
+if __name__ == "__main__":
+    record()
