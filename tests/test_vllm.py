@@ -342,6 +342,8 @@ def test_weights_that_are_not_finite_raise_and_name_their_version(model, another
 def test_what_cannot_be_served_is_an_error_that_names_the_setting(model, tmp_path):
     with pytest.raises(ValueError, match=r"request 8: 9 prompt \+ 24 new tokens exceed the cache of 32"):
         sampler(model, capacity=32).admit(requests(9))
+    with pytest.raises(ValueError, match="this vllm computes on cpu and runtime.gpus says cuda:0"):
+        sampler(model, device="cuda:0")
     with pytest.raises(RuntimeError, match="sampler.engine: vLLM .*no_such_option.*sampler.engine_options"):
         sampler(model, engine=SIZES | {"no_such_option": 1})
     endless = save_model(tmp_path, eos_token_id=None, **HEADS)
