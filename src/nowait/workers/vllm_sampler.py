@@ -54,7 +54,7 @@ class VLLMSampler:
         *,
         dtype: str = "float32",
         threads: int = 1,
-        device: str = "cpu",  # for other workers: vLLM takes the GPUs that its process sees
+        device: str = "cpu",
         slots: int,
         capacity: int,
         temperature: float = 1.0,
@@ -64,6 +64,10 @@ class VLLMSampler:
     ) -> None:
         options = {"max_num_seqs": slots, "max_model_len": capacity} | (engine or {})
         self._engine = _engine(model_folder(path), dtype, threads, tuple(sorted(options.items())))
+        if device != self._engine.device:
+            remedy = "correct that, set runtime.executor=process, or install vllm's other build"
+            raise ValueError(f"sampler.engine: this vllm computes on {self._engine.device} and runtime.gpus says {device}; {remedy}")
+        self.model = SimpleNamespace(device=torch.device(device))  # by which the measured clock knows how to time
         self.temperature, self.seed, self.stream = temperature, seed, stream
         self._slots, self._capacity = slots, capacity
         self._weights = Weights(0, None)
@@ -201,6 +205,7 @@ class _Engine:
         config = self.llm.llm_engine.model_config
         generation = SimpleNamespace(eos_token_id=config.try_get_generation_config().get("eos_token_id"))
         self.eos = eos_ids(SimpleNamespace(generation_config=generation, config=config.hf_config))
+        self.device = "cpu" if current_platform.is_cpu() else f"{current_platform.device_type}:0"  # the first GPUs that this process sees
         self.user: VLLMSampler | None = None
         self.weights = Weights(0, None)  # the folder's
 
