@@ -322,7 +322,7 @@ def test_quoted_text_that_looks_like_a_number_stays_text(write):
 
 
 def test_unknown_names_list_what_exists():
-    assert "choose from: paper, cpu, smoke" in message("a3po/setup1", scale="gpu8")
+    assert "choose from: paper, cpu, gpu1, smoke" in message("a3po/setup1", scale="gpu8")
     assert "choose from: areal" in message("a3po/setup1", variant="trl")
     assert "choose from: none" in message("a3po/setup2", variant="areal")
     assert all(method in message("a3po/setup1", method="grpo") for method in METHODS)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nowait.batch import Batch, Request
+from nowait.batch import LENGTH, Batch, Request, Rollouts, Segments
 from nowait.bench import say, short_training
 
 METHODS = ("sync", "recompute", "loglinear")
@@ -141,21 +141,12 @@ def _learner(path: str, sizes: Sizes, device: str):
 
 def _batch(sequences: int, prompt: int, response: int, vocabulary: int) -> Batch:
     """Random tokens, all of one length and age."""
-    rng, shape = np.random.default_rng(0), (sequences, response)
-    return Batch(
-        step=0,
-        sequence=np.arange(sequences),
-        group=np.arange(sequences),
-        prompt=rng.integers(0, vocabulary, (sequences, prompt)).astype(np.int32),
-        prompt_length=np.full(sequences, prompt, np.int32),
-        token=rng.integers(0, vocabulary, shape).astype(np.int32),
-        length=np.full(sequences, response, np.int32),
-        logp_behav=np.full(shape, -np.log(vocabulary), np.float32),
-        version=np.zeros(shape, np.int32),
-        finish=np.ones(sequences, np.uint8),
-        reward=rng.random(sequences).astype(np.float32),
-        keep=np.ones(sequences, bool),
-    )
+    rng, rollouts, count = np.random.default_rng(0), Rollouts(1), sequences * response
+    rollouts.admit([Request(i, rng.integers(0, vocabulary, prompt).astype(np.int32), 1, response) for i in range(sequences)])
+    token, logp = rng.integers(0, vocabulary, count).astype(np.int32), np.full(count, -np.log(vocabulary), np.float32)
+    finish = np.full(sequences, LENGTH, np.uint8)
+    rollouts.add(Segments(np.arange(sequences), np.arange(sequences + 1) * response, token, logp, finish, 0))
+    return rollouts.take(list(range(sequences)), 0)
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
