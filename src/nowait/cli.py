@@ -247,23 +247,25 @@ def _find(text: str) -> RunResult:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="async, overlap, sampler or proximal")],
+    name: Annotated[str, typer.Argument(help="async, overlap, sampler, proximal or gpu")],
     argument: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="the same as --config")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file or shipped config")] = None,
     scale: Annotated[str | None, typer.Option(help="a scale of the config")] = None,
     clock: Annotated[str | None, typer.Option(help="measured or wall")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="interleaved repetitions")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu, of bench gpu")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="tiny shapes, for a test of bench gpu")] = False,
 ) -> None:
     """Measure on this machine. Progress on stderr, one JSON object as the last line of stdout."""
     import inspect
     from contextlib import redirect_stdout
 
-    from nowait import bench
+    from nowait import bench, bench_gpu
 
-    benches = {"async": bench.asynchronous, "overlap": bench.overlap, "sampler": bench.sampler, "proximal": bench.proximal}
+    benches = {"async": bench.asynchronous, "overlap": bench.overlap, "sampler": bench.sampler, "proximal": bench.proximal, "gpu": bench_gpu.gpu}
     if name not in benches:
         raise ValueError(f"no bench {name!r}; choose one of {', '.join(benches)}")
-    given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks}
+    given = {"config": config or argument, "scale": scale, "clock": clock, "blocks": blocks, "device": device, "tiny": tiny or None}
     options = {option: value for option, value in given.items() if value is not None}
     if unused := sorted(set(options) - set(inspect.signature(benches[name]).parameters)):
         raise ValueError(f"bench {name} takes no {', '.join(unused)}")

@@ -67,7 +67,7 @@ class HFLearner:
     def _train(self, modules: dict[str, torch.nn.Module], rates: dict[str, float] | None = None) -> None:
         """Make these the modules that updates change and that states hold; `rates` are the learning rates that are not the policy's."""
         self._trained, c = modules, self.config
-        own = {name: [p for p in module.parameters() if p.requires_grad] for name, module in modules.items()}
+        own = {key: list(_trainable(module).values()) for key, module in modules.items()}
         self._parameters = [p for several in own.values() for p in several]
         groups = [{"params": several, "full_lr": (rates or {}).get(name, c.lr)} for name, several in own.items()]
         self._optimizer = torch.optim.AdamW(groups, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
@@ -177,7 +177,7 @@ class HFLearner:
 
     def get_state(self) -> dict:
         """A snapshot of trained weights, optimiser moments, beta and version, as arrays and numbers."""
-        weights = {key: {name: self._array(p) for name, p in module.named_parameters() if p.requires_grad} for key, module in self._trained.items()}
+        weights = {key: {name: self._array(p) for name, p in _trainable(module).items()} for key, module in self._trained.items()}
         moments = self._optimizer.state_dict()["state"]
         adam = {str(i): {k: self._array(v) for k, v in values.items()} for i, values in moments.items()}
         return {"version": self.version, "kl_coef": self.kl_coef, **weights, "adam": adam}
@@ -186,9 +186,8 @@ class HFLearner:
     def set_state(self, state: dict) -> None:
         self.version, self.kl_coef = state["version"], state["kl_coef"]
         for key, module in self._trained.items():
-            parameters = dict(module.named_parameters())
-            for name, array in state[key].items():
-                parameters[name].copy_(self._placed(array, parameters[name]))
+            for name, parameter in _trainable(module).items():
+                parameter.copy_(self._placed(state[key][name], parameter))
         adam = {int(i): {k: self._placed(np.array(v), self._parameters[int(i)]) for k, v in values.items()} for i, values in state["adam"].items()}
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
 
@@ -320,6 +319,10 @@ class HFLearner:
         chosen = logp.gather(-1, target[:, None])[:, 0]
         entropy = -logp.detach().exp().mul_(logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
         return chosen, entropy
+
+
+def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 @dataclass
