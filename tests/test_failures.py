@@ -157,7 +157,10 @@ def test_a_full_disk_is_named_with_the_file_and_the_next_call_continues(tiny, tm
 
 
 def test_a_disk_that_is_full_for_the_weights_says_where_to_make_room(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_copy_tokenizer", fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")))
+    monkeypatch.setattr(
+        "transformers.PreTrainedTokenizerBase.save_pretrained",
+        fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")),
+    )
     with pytest.raises(RunFailed, match=f"Before that, free space under {tmp_path}/run and /"):
         run(experiment(tiny, "sync", "schedule.steps=1"), tmp_path / "run")
 
