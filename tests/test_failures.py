@@ -40,12 +40,15 @@ def run(x, folder) -> RunResult:
     return runs.run(x, 0, folder, use_wandb=False)
 
 
+SAVED_LAST = "transformers.PreTrainedTokenizerBase.save_pretrained"
+
+
 @pytest.fixture
 def stopped(tiny, tmp_path, monkeypatch):
     """An experiment and the folder of its run, which has failed after the last step, with checkpoints of steps 1 and 2."""
     x, folder = experiment(tiny, "sync", *INTERRUPTED), tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr(runs, "_copy_tokenizer", fail(RuntimeError("stopped here")))
+        broken.setattr(SAVED_LAST, fail(RuntimeError("stopped here")))
         with pytest.raises(RunFailed, match="stopped after step 3: RuntimeError: stopped here .*\n3 of 3 .* it continues after step 2"):
             run(x, folder)
     return x, folder
@@ -157,10 +160,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_next_call_continues(tiny, tm
 
 
 def test_a_disk_that_is_full_for_the_weights_says_where_to_make_room(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "transformers.PreTrainedTokenizerBase.save_pretrained",
-        fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")),
-    )
+    monkeypatch.setattr(SAVED_LAST, fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")))
     with pytest.raises(RunFailed, match=f"Before that, free space under {tmp_path}/run and /"):
         run(experiment(tiny, "sync", "schedule.steps=1"), tmp_path / "run")
 
