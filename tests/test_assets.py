@@ -104,7 +104,8 @@ def test_shipped_checkpoints_are_intact_and_match_their_recipes():
     for name, recipe in assets.RECIPES.items():
         folder = assets.path(f"asset:{name}")
         manifest = json.loads((folder / assets.MANIFEST).read_text())
-        assert manifest["recipe"] == {**asdict(recipe), "task": recipe.task.model_dump()}
+        written = manifest["recipe"]  # which lacks the options that the task has got since
+        assert written | {"task": Arithmetic(**written["task"])} == {**asdict(recipe), "task": recipe.task}
         assert sum(file.stat().st_size for file in folder.iterdir()) < (8_000_000 if name.startswith("reward") else 2_000_000)
 
 

@@ -81,6 +81,11 @@ def test_cpu_scale_is_the_default_and_stale_enough_for_the_methods_to_differ(ste
 
 
 @pytest.mark.parametrize("stem", SHIPPED)
+def test_vllm_samples_at_paper_scale_and_the_built_in_sampler_below(stem):
+    assert [load(stem, scale).sampler.engine for scale in ("paper", "cpu", "smoke")] == ["vllm", "transformers", "transformers"]
+
+
+@pytest.mark.parametrize("stem", SHIPPED)
 def test_methods_differ_in_nothing_but_what_they_declare(stem):
     for method in methods_of(stem):
         changed = {key for key, *_ in diff(load(stem), load(stem, method=method))} - {"method"}
@@ -248,6 +253,8 @@ def test_colocated_method_places_both_workers_on_both_devices():
         ("learner.minibatches=129", "learner.minibatches: 129 cannot be cut from 128", "batch_size"),
         ("sampler.top_p=0.9", "sampler.top_p: got 0.9", "set 1.0"),
         ("sampler.top_k=50", "sampler.top_k: got 50", "set 0"),
+        ("sampler.engine_options={seed: 1}", "sampler.engine_options: engine transformers has none", "sampler.engine=vllm"),
+        ("sampler={engine: vllm, engine_options: {seed: 1, dtype: half}}", "sampler.engine_options: dtype, seed follow from", "drop them"),
         ("schedule.kind=synchronous", "schedule.max_staleness: synchronous", "set 0"),
         ("schedule.kind=synchronous", "algorithm.anchor: loglinear", "take behave"),
         ("schedule.kind=colocated", "runtime.placement: colocated", "set {a: [sampler, learner], b: [sampler, learner]}"),
@@ -322,7 +329,7 @@ def test_quoted_text_that_looks_like_a_number_stays_text(write):
 
 
 def test_unknown_names_list_what_exists():
-    assert "choose from: paper, cpu, smoke" in message("a3po/setup1", scale="gpu8")
+    assert "choose from: paper, cpu, gpu1, smoke" in message("a3po/setup1", scale="gpu8")
     assert "choose from: areal" in message("a3po/setup1", variant="trl")
     assert "choose from: none" in message("a3po/setup2", variant="areal")
     assert all(method in message("a3po/setup1", method="grpo") for method in METHODS)
@@ -330,9 +337,11 @@ def test_unknown_names_list_what_exists():
     assert "a3po/setup1, a3po/setup2" in message("nonsense")
 
 
-def test_tasks_of_a_later_version_pass_at_paper_scale_only():
+def test_tasks_are_known_and_their_options_judged_at_every_scale():
     assert load("a3po/setup1", "paper").task.name == "gsm8k"
-    assert "task.name: unknown task 'gsm8k'" in message("a3po/setup1", overrides=["task={name: gsm8k}"])
+    assert load("a3po/setup1", overrides=["task={name: gsm8k, options: {path: my.jsonl}}"]).task.options["path"] == "my.jsonl"
+    assert "task.name: unknown task 'gsm9k'" in message("a3po/setup1", scale="paper", overrides=["task.name=gsm9k"])
+    assert "task.options.held_out: got 0" in message("a3po/setup1", scale="paper", overrides=["task.options.held_out=0"])
 
 
 def test_error_survives_a_process_boundary():

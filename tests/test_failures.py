@@ -17,6 +17,7 @@ from pathlib import Path
 import papermill
 import pytest
 from tiny import experiment
+from transformers import PreTrainedTokenizerBase
 
 from nowait import checkpoint, config, doctor, runs
 from nowait import reproduce as reproduction
@@ -40,15 +41,12 @@ def run(x, folder) -> RunResult:
     return runs.run(x, 0, folder, use_wandb=False)
 
 
-SAVED_LAST = "transformers.PreTrainedTokenizerBase.save_pretrained"
-
-
 @pytest.fixture
 def stopped(tiny, tmp_path, monkeypatch):
     """An experiment and the folder of its run, which has failed after the last step, with checkpoints of steps 1 and 2."""
     x, folder = experiment(tiny, "sync", *INTERRUPTED), tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr(SAVED_LAST, fail(RuntimeError("stopped here")))
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", fail(RuntimeError("stopped here")))
         with pytest.raises(RunFailed, match="stopped after step 3: RuntimeError: stopped here .*\n3 of 3 .* it continues after step 2"):
             run(x, folder)
     return x, folder
@@ -85,7 +83,7 @@ def test_names_with_spaces_dots_and_letters_of_any_language_are_folders(tmp_path
 
 
 def test_an_empty_scale_is_not_the_default():
-    with pytest.raises(ConfigError, match="'' is not one of this file's scales; choose from: paper, cpu, smoke"):
+    with pytest.raises(ConfigError, match="'' is not one of this file's scales; choose from: paper, cpu, gpu1, smoke"):
         config.load("a3po/setup1", scale="")
 
 
@@ -160,7 +158,9 @@ def test_a_full_disk_is_named_with_the_file_and_the_next_call_continues(tiny, tm
 
 
 def test_a_disk_that_is_full_for_the_weights_says_where_to_make_room(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(SAVED_LAST, fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)")))
+    monkeypatch.setattr(
+        PreTrainedTokenizerBase, "save_pretrained", fail(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
+    )
     with pytest.raises(RunFailed, match=f"Before that, free space under {tmp_path}/run and /"):
         run(experiment(tiny, "sync", "schedule.steps=1"), tmp_path / "run")
 

@@ -19,6 +19,7 @@ def loaded_after(*modules: str, check: str = "pass") -> set[str]:
 def test_reading_runs_and_scheduling_need_no_torch():
     light = ["nowait", "nowait.config", "nowait.batch", "nowait.published", "nowait.runs", "nowait.tracking", "nowait.checkpoint"]
     light += ["nowait.runtime.device", "nowait.schedules.asynchronous", "nowait.schedules.synchronous", "nowait.tasks.arithmetic"]
+    light += ["nowait.tasks.data_sets", "nowait.tasks.graders", "nowait.tasks.mathematics", "nowait.tasks.gym", "nowait.tasks.sandbox"]
     assert loaded_after(*light) == set()
 
 

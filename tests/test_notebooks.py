@@ -49,6 +49,7 @@ FIGURES = {  # notebook: what it saves
     "beyond/03_scale": ["simulated_scale.png", *(f"simulated_scale_{name}.png" for name in ("size", "work", "overlap", "hours"))],
     "beyond/04_this_machine": ["simulated_here.png"],
 }
+TEACHING = [f"teach/{path.stem}" for path in sorted((ROOT / "notebooks" / "teach").glob("*.ipynb"))]  # see test_teach
 MEASURED_TOO = {"simulated_here.png"}  # simulated, beside a bench
 ASYNCHRONOUS = {"recompute", "loglinear", "behave", "linear", "reuse"}
 # one setup with two benchmarks, so that all notebooks share the same few runs
@@ -129,7 +130,7 @@ def test_a_wrong_parameter_fails_the_notebook_before_anything_is_trained(argumen
 
 
 def test_every_notebook_is_tested_here():
-    assert sorted(f"{path.parent.name}/{path.stem}" for path in (ROOT / "notebooks").glob("*/*.ipynb")) == sorted(FIGURES)
+    assert sorted(f"{path.parent.name}/{path.stem}" for path in (ROOT / "notebooks").glob("*/*.ipynb")) == sorted([*FIGURES, *TEACHING])
 
 
 @pytest.mark.parametrize("stem", FIGURES)
@@ -139,7 +140,7 @@ def test_the_first_cell_shows_or_links_the_committed_figures(stem):
         assert f"](../../figures/{name})" in first and (name.endswith(".md") or "![" in first)
 
 
-@pytest.mark.parametrize("stem", FIGURES)
+@pytest.mark.parametrize("stem", [*FIGURES, *TEACHING])
 def test_papermill_documents_every_parameter(stem):
     import papermill
 
@@ -149,7 +150,7 @@ def test_papermill_documents_every_parameter(stem):
     assert [name for name, parameter in found.items() if not parameter["help"] or parameter["inferred_type_name"] == "None"] == []
 
 
-@pytest.mark.parametrize("stem", FIGURES)
+@pytest.mark.parametrize("stem", [*FIGURES, *TEACHING])
 def test_notebooks_are_thin(stem):
     for cell in source(stem).cells:
         for node in ast.walk(ast.parse(cell.source)) if cell.cell_type == "code" else ():

@@ -89,12 +89,12 @@ def plain_logp(model, prompt: np.ndarray, token: np.ndarray, temperature: float)
     return logp.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
 
 
-def assert_plain(folder: str, batch: Batch, logp: np.ndarray, temperature: float) -> None:
+def assert_plain(folder: str, batch: Batch, logp: np.ndarray, temperature: float, atol: float = EXACT) -> None:
     """`logp` [S, T] is what the model of a folder gives each response."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     for i in range(len(batch)):
         expected = plain_logp(model, batch.prompt[i, : batch.prompt_length[i]], response(batch, i), temperature)
-        np.testing.assert_allclose(logp[i, : batch.length[i]], expected, atol=EXACT)
+        np.testing.assert_allclose(logp[i, : batch.length[i]], expected, atol=atol)
 
 
 class EvenDigits:

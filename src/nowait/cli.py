@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -108,14 +108,12 @@ def sample(
     import torch
     from transformers.utils import logging
 
-    from nowait import description, tasks
+    from nowait import tasks
     from nowait.config import TaskConfig
     from nowait.workers.models import eos_ids
 
     logging.disable_progress_bar()
-    result = _find(run)
-    if not (result.finished and (result.path / "policy" / "config.json").is_file()):
-        raise ValueError(f"{result.path} has no trained policy; finish the run first: {description.repeat(result)}")
+    result = _trained(_find(run))
     config = result.manifest["config"]
     model, tokenizer = result.policy()
     unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
@@ -131,6 +129,51 @@ def sample(
     for response in responses.tolist():
         ended = any(token in response for token in eos_ids(model))
         print(tokenizer.decode(response, skip_special_tokens=True) + ("" if ended else f"  [cut at {longest} tokens]"))
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="a run, a folder, a hub name, or asset:NAME")],
+    task: Annotated[str, typer.Option(help="gsm8k, math500, aime24, or any other task")],
+    path: Annotated[str | None, typer.Option(help="JSON lines file, folder or hub name in place of the task's own data")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="another option of the task; repeatable")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="the first N held-out rows; by default all")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="responses to each")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 1024,
+    slots: Annotated[int, typer.Option(min=1, help="responses written at once: what memory allows")] = 128,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON lines file for the responses and their rewards")] = None,
+) -> None:
+    """Grade responses to held-out rows: pass@k with standard error. Table on stderr, one JSON object as the last line of stdout."""
+    from nowait.config import TaskConfig
+    from nowait.config_files import parse_overrides
+    from nowait.evaluate import evaluate
+
+    options = {"path": path, "eval_path": path} if path else {}
+    chosen = TaskConfig(name=task, options=options | dict(parse_overrides(option or [], Path("--option"))))
+    result = evaluate(
+        _checkpoint(checkpoint),
+        chosen,
+        prompts=prompts,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        slots=slots,
+        dtype=dtype,
+        seed=seed,
+        out=out,
+    )
+    _print_aligned([[name, f"{value:.4g}" if isinstance(value, float) else str(value)] for name, value in result.items()], sys.stderr)
+    print(json.dumps(result, allow_nan=False))
+
+
+def _checkpoint(text: str) -> str:
+    """A folder, a shipped asset, or the final policy of a run; what is none of these is a hub name."""
+    if text.startswith("asset:") or (Path(text) / "config.json").is_file() or not (Path(text).exists() or _begin_with(text)):
+        return text
+    return str(_trained(_find(text)).path / "policy")
 
 
 @runs_app.command("list")
@@ -172,17 +215,32 @@ def diff(a: Run, b: Run) -> None:
     _print_aligned([["", description.name(left), description.name(right)], *rows])
 
 
+def _trained(result: RunResult) -> RunResult:
+    """The run, if it has a final policy."""
+    from nowait import description
+
+    if not (result.finished and (result.path / "policy" / "config.json").is_file()):
+        raise ValueError(f"{result.path} has no trained policy; finish the run first: {description.repeat(result)}")
+    return result
+
+
+def _begin_with(text: str) -> list[RunResult]:
+    """Runs whose path under runs/, name or hash begins with the text."""
+    from nowait import description, runs
+
+    return [r for r in runs.listing() if any(name.startswith(text) for name in (description.name(r), r.path.name, r.manifest["hash"]))]
+
+
 def _find(text: str) -> RunResult:
     """The run in folder `text`, else the only one whose path under runs/, name or hash begins with it."""
     from nowait import description, runs
 
     if (Path(text) / "manifest.json").is_file():
         return runs.RunResult(Path(text))
-    listed = runs.listing()
-    found = [r for r in listed if any(name.startswith(text) for name in (description.name(r), r.path.name, r.manifest["hash"]))]
+    found = _begin_with(text)
     if len(found) == 1:
         return found[0]
-    names = "\n  ".join(description.name(r) for r in found or listed)
+    names = "\n  ".join(description.name(r) for r in found or runs.listing())
     what = f"{len(found)} runs begin with {text!r}; give more of the name" if found else f"no run {text!r}"
     raise ValueError(f"{what}:\n  {names}" if names else f"{what}: there are none in {runs.root()}; `nowait train` makes one")
 
@@ -322,10 +380,10 @@ def doctor() -> None:
     raise typer.Exit(1 if missing else 0)
 
 
-def _print_aligned(rows: Iterable[Iterable[str]]) -> None:
+def _print_aligned(rows: Iterable[Iterable[str]], file: TextIO | None = None) -> None:
     """Columns as wide as their widest cell; the last one as it comes."""
     table = [list(row) for row in rows]
     columns = max(map(len, table))
     width = [max(len(row[i]) for row in table if len(row) > i + 1) if any(len(row) > i + 1 for row in table) else 0 for i in range(columns)]
     for row in table:
-        print("  ".join([*(cell.ljust(width[i]) for i, cell in enumerate(row[:-1])), row[-1]]).rstrip())
+        print("  ".join([*(cell.ljust(width[i]) for i, cell in enumerate(row[:-1])), row[-1]]).rstrip(), file=file)

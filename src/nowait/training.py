@@ -14,16 +14,19 @@ from nowait.config import Experiment
 from nowait.config_rules import most_overlapped
 from nowait.runtime.costs import LinearCosts
 from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
+from nowait.runtime.group import GroupExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
 from nowait.schedules.common import Crew, StepRecord
 from nowait.schedules.overlapped import overlapped
 from nowait.schedules.synchronous import synchronous
+from nowait.selfcheck import check_sampler
 from nowait.tasks.prompts import Prompts, evaluation_requests
 from nowait.workers.scorers import RuleScorer
 
-SAMPLER = "nowait.workers.sampler:HFSampler"
+SAMPLERS = {"transformers": "nowait.workers.sampler:HFSampler", "vllm": "nowait.workers.vllm_sampler:VLLMSampler"}
 LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
+SHARDED = {"group": "nowait.workers.sharded:ShardedLearner", "gae": "nowait.workers.sharded:ShardedPPOLearner"}  # of several ranks
 REWARD, REFERENCE = "nowait.workers.streamed:load_reward", "nowait.workers.streamed:StreamedReference"
 SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous": asynchronous, "overlapped": overlapped}
 
@@ -48,10 +51,15 @@ async def stream(
 
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
+    check_gpus(experiment)
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
         crew = await _crew(experiment, seed, devices, timeline, snapshots)
+        if experiment.sampler.engine == "vllm":  # the built-in sampler runs the learner's own code
+            learner = partial(devices[crew.devices["learner"][0]].aside, "learner")
+            for name in crew.devices["sampler"]:
+                await check_sampler(partial(devices[name].aside, "sampler"), learner, crew.prompts, experiment.model.dtype)
         if state:
             await _restore(crew, state)
         async with aclosing(schedule(crew, experiment, state)) as records:
@@ -69,11 +77,29 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor():
-        return ProcessExecutor(runtime.threads) if runtime.executor == "process" else InlineExecutor()
+    def executor(name: str, ranks: int):
+        gpus = runtime.gpus.get(name, ())
+        if runtime.executor == "ray":
+            return ray_executor()(runtime.ray_address, runtime.threads, len(gpus) // ranks)
+        return ProcessExecutor(runtime.threads, gpus) if runtime.executor == "process" else InlineExecutor()
 
-    devices = {name: Device(name, executor(), clock, timeline) for name in runtime.placement}
+    def group(name: str):
+        ranks = experiment.learner.ranks if "learner" in runtime.placement[name] else 1
+        members = [executor(name, ranks) for _ in range(ranks)]
+        return GroupExecutor(members, "learner") if ranks > 1 else members[0]
+
+    devices = {name: Device(name, group(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
+
+
+def ray_executor() -> type:
+    """The executor of the extra `ray`. Raises ValueError where that is not installed."""
+    from nowait.workers.models import optional
+
+    optional("ray", "ray", "runtime.executor=ray")
+    from nowait.runtime.ray_executor import RayExecutor
+
+    return RayExecutor
 
 
 async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
@@ -83,12 +109,15 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
     }
     encode, decode, _ = load_tokenizer(experiment.model.path)
     plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
-    model = {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": experiment.runtime.threads}
+    model = {name: _model(experiment, name) for name in experiment.runtime.placement}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
+    factory, engine = _engine(experiment)
     for name in roles["sampler"]:
-        await devices[name].place("sampler", SAMPLER, **model, slots=sampling.slots, capacity=capacity, temperature=sampling.temperature, seed=seed)
+        options = {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
+        await devices[name].place("sampler", factory, **model[name], **engine, **options)
     for name in roles["learner"]:
-        await devices[name].place("learner", LEARNERS[experiment.algorithm.advantage], **model, **_learner(experiment, seed, snapshots))
+        kinds = SHARDED if experiment.learner.ranks > 1 else LEARNERS
+        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
     crew = Crew(
         samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
         learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
@@ -105,8 +134,38 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
         await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
     await _place_frozen(crew, experiment, devices, roles, model, capacity)
     if plan.eval_every:
-        await _place_evaluation(crew, experiment, devices[roles["sampler"][0]], devices["driver"], model, encode, decode)
+        first = roles["sampler"][0]
+        await _place_evaluation(crew, experiment, devices[first], devices["driver"], model[first], encode, decode)
     return crew
+
+
+def _engine(experiment: Experiment) -> tuple[str, dict]:
+    """Factory of the samplers, and what all of them give their engine: sampler and evaluator share one that is large enough for both."""
+    sampling, plan = experiment.sampler, experiment.evaluation
+    if sampling.engine == "transformers":
+        return SAMPLERS["transformers"], {}
+    longest = sampling.max_prompt_tokens + max(sampling.max_new_tokens, plan.max_new_tokens)
+    sizes = {"max_num_seqs": max(sampling.slots, plan.slots), "max_model_len": longest}
+    return SAMPLERS["vllm"], {"engine": sampling.engine_options | sizes}
+
+
+def check_gpus(experiment: Experiment) -> None:
+    """Raise ValueError where the config names GPUs that this machine does not have; a cluster is asked when workers are placed."""
+    wanted = sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus})
+    if wanted and not experiment.runtime.ray_address:
+        import torch
+
+        if (there := torch.cuda.device_count()) <= wanted[-1]:
+            remedy = "take --scale cpu, or gpu1 for one card of 24 GB, or set runtime.gpus to what `nowait doctor` finds"
+            raise ValueError(f"runtime.gpus: names {', '.join(map(str, wanted))} (from 0 on), and this machine has {there} GPUs; {remedy}")
+
+
+def _model(experiment: Experiment, device: str) -> dict:
+    """What every worker on a device is told about models; a process sees the device's own GPUs only, and counts them from 0."""
+    runtime, gpus = experiment.runtime, experiment.runtime.gpus.get(device)
+    index = gpus[0] if gpus and runtime.executor == "inline" else 0
+    place = f"cuda:{index}" if gpus else "cpu"
+    return {"path": experiment.model.path, "dtype": experiment.model.dtype, "threads": runtime.threads, "device": place}
 
 
 def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
@@ -116,7 +175,7 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
         "algorithm": experiment.algorithm,
         "seed": seed,
         "temperature": experiment.sampler.temperature,
-        "gradient_checkpointing": experiment.model.gradient_checkpointing,
+        **experiment.model.model_dump(include={"gradient_checkpointing", "lora_rank", "lora_alpha"}),
         "snapshots": str(snapshots) if experiment.runtime.executor == "process" else None,
     }
     return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
@@ -128,11 +187,11 @@ async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, D
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
-        await devices[device].place("reward", REWARD, **model | {"path": path}, policy=experiment.model.path, **shared)
+        await devices[device].place("reward", REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
         crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
     if experiment.algorithm.kl_coef:
         (device,) = roles["reference"]
-        await devices[device].place("reference", REFERENCE, **model, temperature=experiment.sampler.temperature, **shared)
+        await devices[device].place("reference", REFERENCE, **model[device], temperature=experiment.sampler.temperature, **shared)
         crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
 
 
@@ -140,12 +199,15 @@ async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, 
     """A second sampler beside the first, with a random stream of its own and one seed for all runs: methods are compared on equal draws."""
     plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
     capacity = longest_prompt + plan.max_new_tokens
-    await device.place("evaluator", SAMPLER, **model, slots=plan.slots, capacity=capacity, temperature=plan.temperature, seed=0, stream=1)
+    factory, engine = _engine(experiment)
+    options = {"slots": plan.slots, "capacity": capacity, "temperature": plan.temperature, "seed": 0, "stream": 1}
+    await device.place("evaluator", factory, **model, **engine, **options)
     crew.evaluator = partial(device.run, "evaluator")
     for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
         held_out, samples = tasks.load(config), plan.samples if name == "eval" else plan.benchmark_samples
         await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=samples)
-        requests = evaluation_requests(held_out, encode, plan.prompts, samples, longest_prompt, plan.max_new_tokens)
+        prompts = plan.prompts if name == "eval" else min(plan.prompts, held_out.size("eval"))
+        requests = evaluation_requests(held_out, encode, prompts, samples, longest_prompt, plan.max_new_tokens)
         crew.evaluations[name] = requests, partial(driver.run, f"{name} scorer")
 
 
@@ -163,15 +225,23 @@ async def _restore(crew: Crew, state: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """encode(text) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself."""
+    """encode(prompt) -> ids, decode(ids) -> text with every token shown, and the tokenizer itself.
+
+    A prompt is a text, or a list of messages {role, content}, which the chat template renders up to where the assistant's answer begins.
+    """
     from transformers import AutoTokenizer
 
-    from nowait.workers.models import model_folder
+    from nowait.workers.models import loading, model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
+    with loading("model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(path))
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(prompt: str | list[dict]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not tokenizer.chat_template:
+            raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids)

@@ -74,7 +74,7 @@ def chunk_sizes(config: str, sizes: Iterable[int], steps: int = 24) -> pd.DataFr
 
 def _together(total: int) -> list[str]:
     """Overrides that put all models on all devices."""
-    return ["runtime.placement={a: [sampler, learner, reward, reference]}", f"devices={{a: {total}}}"]
+    return ["runtime.placement={a: [sampler, learner, reward, reference]}", "runtime.gpus={}", f"devices={{a: {total}}}"]
 
 
 def _asynchronous(experiment: Experiment, assumed: Assumptions, eta: int, a: int, b: int) -> Setup:

@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import nullcontext
 
 from nowait.runtime.clock import VirtualTimeLoop
@@ -47,17 +48,54 @@ class _Host:
     def __init__(self) -> None:
         self.workers: dict[str, object] = {}
 
+    def act(self, action: str, args: tuple):
+        """Result of an action, for another process; so is its error, which one without a copy is replaced by."""
+        try:
+            return getattr(self, action)(*args)
+        except Exception as error:
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # its constructor asks for more than its message; the pool would take that for a dead process
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise
+
     def place(self, name: str, factory: str | Callable, kwargs: dict) -> None:
         self.workers[name] = resolve(factory)(**kwargs)
 
     def call(self, name: str, method: str, args: tuple, timed: bool) -> tuple[object, float | None]:
-        """Result and, if `timed`, the seconds of processor time that this thread took for it."""
+        """Result and, if `timed`, the seconds of processor time that this thread took for it; real seconds where the worker has a GPU."""
         function = getattr(self.workers[name], method)
         if not timed:
             return function(*args), None
-        start = time.thread_time()
+        seconds = _stopwatch(self.workers[name])
+        start = seconds()
         result = function(*args)
-        return result, time.thread_time() - start
+        return result, seconds() - start
+
+    def follow(self, action: str, *args) -> None:
+        """An action whose result is that of another rank."""
+        getattr(self, action)(*args)
+
+    def address(self) -> str:
+        """Where ranks can meet: a port of this machine that is free now."""
+        with socket.create_server((self._machine(), 0)) as server:
+            return "tcp://{}:{}".format(*server.getsockname())
+
+    def _machine(self) -> str:
+        return "127.0.0.1"
+
+
+def _stopwatch(worker: object) -> Callable[[], float]:
+    """A clock for the calls of a worker. A call returns before the GPU has done its work, so that one is waited for."""
+    device = getattr(getattr(worker, "model", None), "device", None)
+    if getattr(device, "type", "cpu") != "cuda":
+        return time.thread_time
+
+    def seconds() -> float:
+        sys.modules["torch"].cuda.synchronize(device)
+        return time.perf_counter()
+
+    return seconds
 
 
 class InlineExecutor:
@@ -81,11 +119,11 @@ class InlineExecutor:
 
 
 class ProcessExecutor:
-    """Calls run in one process of their own, started fresh (spawn), with `threads` compute threads."""
+    """Calls run in one process of their own, started fresh (spawn), with `threads` compute threads; of the GPUs it sees those in `gpus`, if given."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, gpus: Sequence[int] = ()) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid()))
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_process, initargs=(threads, os.getpid(), gpus))
 
     def submit(self, action: str, *args) -> Future:
         if action == "place":
@@ -108,18 +146,14 @@ _host = _Host()  # of this worker process
 
 
 def _in_process(action: str, args: tuple):
-    try:
-        return getattr(_host, action)(*args)
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # its constructor asks for more than its message; the pool would take that for a dead process
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise
+    return _host.act(action, args)
 
 
-def _start_process(threads: int, parent: int) -> None:
+def _start_process(threads: int, parent: int, gpus: Sequence[int]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if gpus:  # read when CUDA starts; where some GPUs are hidden already, indices count the visible ones
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible != [""] else str(gpu) for gpu in gpus)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver decides what happens
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 
@@ -189,6 +223,11 @@ class Device:
                     await (asyncio.sleep(seconds) if self._lanes == 1 else self._share(seconds))
             return result
 
+    async def aside(self, name: str, method: str, *args):
+        """As `run`, for what is no part of the training: it takes no virtual time and leaves no span."""
+        async with self._turn:
+            return (await self._result(f"running {name}.{method}", "call", name, method, args, False))[0]
+
     async def _share(self, seconds: float) -> None:
         """Let time pass that is worth `seconds` of a device of one's own."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -216,7 +255,7 @@ class Device:
             if self._clock.virtual:
                 return future.result()
             return await asyncio.wrap_future(future)  # which also lets other tasks have their turn when an inline call has already run
-        except (BrokenProcessPool, concurrent.futures.CancelledError) as error:
+        except (BrokenExecutor, concurrent.futures.CancelledError) as error:
             raise DeviceFailed(f"the process of device {self.name!r} died while {doing} (killed, or out of memory?)") from error
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from nowait.config import TaskConfig
@@ -17,14 +18,18 @@ class Task(Protocol):
     def size(self, split: Split) -> int:
         """Number of rows of the split."""
 
-    def prompt(self, split: Split, row: int) -> str:
-        """Text given to the policy."""
+    def prompt(self, split: Split, row: int) -> str | list[dict[str, str]]:
+        """Text given to the policy, or messages, which the tokenizer's chat template makes text of."""
 
     def reward(self, split: Split, row: int, response: str) -> float:
         """Score of a response, decoded without special tokens. An exception means that grading failed, not that the response is wrong."""
 
 
-BUILT_IN = {"arithmetic": "nowait.tasks.arithmetic:Arithmetic"}  # imported when asked for
+GYM = "reasoning_gym:"  # followed by the name of one of its tasks
+BUILT_IN = {  # imported when asked for
+    "arithmetic": "nowait.tasks.arithmetic:Arithmetic",
+    **{name: f"nowait.tasks.data_sets:{name}" for name in ("gsm8k", "dapo_math", "math500", "aime24", "stack_exchange", "opencoder", "dataset")},
+}
 
 
 def load(config: TaskConfig) -> Task:
@@ -32,18 +37,25 @@ def load(config: TaskConfig) -> Task:
 
     Raises ValueError for an unknown name, a function that cannot be imported, or options that it does not take.
     """
-    module, separator, function = BUILT_IN.get(config.name, config.name).partition(":")
-    if not separator:
-        raise ValueError(
-            f"unknown task {config.name!r}: built in are {', '.join(sorted(BUILT_IN))} (scales cpu and smoke); write module:function for your own"
-        )
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"task {config.name!r} cannot be imported: {error}") from error
+    name, options = BUILT_IN.get(config.name, config.name), config.options
+    if name.startswith(GYM):
+        name, options = "nowait.tasks.gym:ReasoningGym", {"task": name.removeprefix(GYM), **options}
+    if ":" not in name:
+        known = ", ".join([*BUILT_IN, f"{GYM}<task>"])
+        raise ValueError(f"unknown task {config.name!r}: built in are {known}; write module:function for your own")
+    factory = imported(name)
     signature = inspect.signature(factory)
     try:
-        signature.bind(**config.options)
+        signature.bind(**options)
     except TypeError as error:
         raise ValueError(f"task {config.name!r}: {error}; its options are {', '.join(signature.parameters)}") from error
-    return factory(**config.options)
+    return factory(**options)
+
+
+def imported(name: str) -> Callable:
+    """What `module:function` names. Raises ValueError where it cannot be imported."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
+        raise ValueError(f"{name!r} cannot be imported: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,17 @@ from nowait.batch import Request
 from nowait.tasks import Task
 
 STREAM = 102  # of the random numbers that order rows
+LEFT_OUT = "rows whose prompt has more than sampler.max_prompt_tokens tokens are left out of training"
+
+
+class LongPrompt(ValueError):
+    """A prompt has more tokens than sampler.max_prompt_tokens."""
 
 
 class Prompts:
     """`next(count)` gives requests with running ids; the id alone decides row and randomness, so its state is one number."""
 
-    def __init__(self, task: Task, encode: Callable[[str], list[int]], *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(self, task: Task, encode: Callable[..., list[int]], *, seed: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
         self._task, self._encode, self._seed, self._n = task, encode, seed, n
         self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
         self._size = task.size("train")
@@ -27,13 +33,21 @@ class Prompts:
     def next(self, count: int) -> list[Request]:
         ids = range(self._position, self._position + count)
         self._position += count
-        return [make_request(self._task, self._encode, "train", i, self._row(i), self._n, self._max_prompt, self._max_new) for i in ids]
+        return [self._request(i) for i in ids]
 
-    def _row(self, request: int) -> int:
-        epoch, place = divmod(request, self._size)
+    def _request(self, number: int) -> Request:
+        """The next row of the epoch's order; one with a too long prompt gives way to that after it, so that the number alone decides."""
+        epoch, place = divmod(number, self._size)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng((self._seed, STREAM, epoch)).permutation(self._size)
-        return int(self._order[place])
+        for later in range(self._size):
+            row = int(self._order[(place + later) % self._size])
+            try:
+                return make_request(self._task, self._encode, "train", number, row, self._n, self._max_prompt, self._max_new)
+            except LongPrompt as error:
+                warnings.warn(LEFT_OUT, stacklevel=2)
+                last = error
+        raise last
 
     def get_state(self) -> dict[str, int]:
         return {"position": self._position}
@@ -44,12 +58,11 @@ class Prompts:
 
 def make_request(task: Task, encode, split: str, number: int, row: int, n: int, max_prompt_tokens: int, max_new_tokens: int) -> Request:
     """The request for one row of a split; an empty or overlong prompt is an error that names the row."""
-    text = task.prompt(split, row)
-    ids = np.array(encode(text), np.int32)
+    ids = np.array(encode(task.prompt(split, row)), np.int32)
     if not len(ids):
         raise ValueError(f"{split} row {row}: the prompt is empty")
     if len(ids) > max_prompt_tokens:
-        raise ValueError(
+        raise LongPrompt(
             f"{split} row {row}: the prompt has {len(ids)} tokens, sampler.max_prompt_tokens is {max_prompt_tokens}: raise it or filter the data"
         )
     return Request(number, ids, n, max_new_tokens, row)

@@ -28,21 +28,21 @@ class SlotCache:
     attention reads the first `span` positions of those rows. The last position of each slot takes what is padding.
     """
 
-    def __init__(self, config: PretrainedConfig, slots: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: PretrainedConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         if reason := needs_more(config, capacity):
             raise ValueError(f"a slot cache needs {reason}")
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spare = capacity
         shape = (config.num_hidden_layers, slots, heads, capacity + 1, width)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
 
     def at(self, rows: torch.Tensor | slice, positions: torch.Tensor, span: int) -> SlotCache:
         """rows [B] or a slice of slots, positions [B, T] of the tokens fed in (self.spare for padding)."""
         self._rows, self._span = rows, span
-        heads, places = self.keys.shape[2:4]
-        slot = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        self._targets = ((slot[:, None] * heads + torch.arange(heads))[..., None] * places + positions[:, None]).flatten()
+        (heads, places), device = self.keys.shape[2:4], self.keys.device
+        slot = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
+        self._targets = ((slot[:, None] * heads + torch.arange(heads, device=device))[..., None] * places + positions[:, None]).flatten()
         return self
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,24 +58,23 @@ class SlotCache:
 
     def read(self, slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `lengths` keys and values of some slots, one sequence after the other, [tokens, layers, kv_heads, head_dim]."""
-        slot, position = _places(slots, lengths)
+        slot, position = self._places(slots, lengths)
         return self.keys[:, slot, :, position], self.values[:, slot, :, position]
 
     def write(self, slots: np.ndarray, lengths: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Inverse of `read`, into these slots."""
-        slot, position = _places(slots, lengths)
-        self.keys[:, slot, :, position], self.values[:, slot, :, position] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+        slot, position = self._places(slots, lengths)
+        self.keys[:, slot, :, position], self.values[:, slot, :, position] = keys.to(self.keys), values.to(self.values)
 
     def copy(self, source: int | np.ndarray, target: int | np.ndarray, length: int) -> None:
         """Copy the first `length` positions of a slot, or of several, to another one each."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
-
-def _places(slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slot and position of every token held."""
-    position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])
-    return torch.from_numpy(np.repeat(slots, lengths)), torch.from_numpy(position)
+    def _places(self, slots: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot and position of every token held."""
+        position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])
+        return tuple(torch.as_tensor(x, device=self.keys.device) for x in (np.repeat(slots, lengths), position))
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[torch.Tensor, None]:

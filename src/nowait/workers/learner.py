@@ -6,6 +6,7 @@ Shape legend: S sequences of a batch, T longest response, W longest prompt and r
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_sta
 from nowait.algorithms.proximal import alpha, interpolate, staleness
 from nowait.batch import Batch, Weights, length_groups
 from nowait.config import AlgorithmConfig, LearnerConfig
-from nowait.workers.models import checkpoint_layers, hidden_states, load_policy
+from nowait.workers import lora
+from nowait.workers.models import checkpoint_layers, hidden_states, load_policy, on
 
 STREAM = 101  # of the random numbers that order minibatches
 SNAPSHOTS_KEPT = 4  # files of published weights; a sampler reads at most the last two
@@ -42,11 +44,17 @@ class HFLearner:
         seed: int,
         dtype: str = "float32",
         threads: int = 1,
+        device: str = "cpu",
         gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: int = 32,
         snapshots: str | None = None,
     ) -> None:
-        self.model = load_policy(path, "float32", threads)  # also for bfloat16: its steps are too coarse for small updates
-        self._mixed = dtype == "bfloat16"
+        # what is trained is float32 also for bfloat16, whose steps are too coarse for small updates
+        self.model = load_policy(path, dtype if lora_rank else "float32", threads, device)
+        self._mixed, self._published, self._adapted = dtype == "bfloat16", getattr(torch, dtype), lora_rank > 0
+        if lora_rank:
+            lora.add(self.model, lora_rank, lora_alpha, seed)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
         self.config, self.algorithm, self.temperature, self.seed = learner, algorithm, temperature, seed
@@ -58,8 +66,9 @@ class HFLearner:
     def _train(self, modules: dict[str, torch.nn.Module], rates: dict[str, float] | None = None) -> None:
         """Make these the modules that updates change and that states hold; `rates` are the learning rates that are not the policy's."""
         self._trained, c = modules, self.config
-        self._parameters = [p for module in modules.values() for p in module.parameters()]
-        groups = [{"params": list(m.parameters()), "full_lr": (rates or {}).get(name, c.lr)} for name, m in modules.items()]
+        own = {name: [p for p in module.parameters() if p.requires_grad] for name, module in modules.items()}
+        self._parameters = [p for several in own.values() for p in several]
+        groups = [{"params": several, "full_lr": (rates or {}).get(name, c.lr)} for name, several in own.items()]
         self._optimizer = torch.optim.AdamW(groups, c.lr, c.betas, c.eps, weight_decay=c.weight_decay)
 
     def logp(self, batch: Batch) -> np.ndarray:
@@ -75,7 +84,7 @@ class HFLearner:
             columns = read(part := batch.rows(rows))
             found = found or [np.zeros(batch.token.shape[: column.ndim], np.float32) for column in columns]
             for whole, column in zip(found, columns, strict=True):
-                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.numpy()
+                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.cpu().numpy()
         return found
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
@@ -84,7 +93,7 @@ class HFLearner:
         `logp_prox` [S, T] are the log-probs before this step, where the anchor recomputes them. Returns the statistics of the step.
         """
         for minibatch in range(self.prepare(batch, logp_prox)):
-            self.apply([self.gradient(minibatch)])
+            self._optimise(self._backward(minibatch))
         return self.finish()
 
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
@@ -105,30 +114,38 @@ class HFLearner:
 
     def gradient(self, minibatch: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, dict]:
         """This rank's share of a minibatch's gradient (flat) and of its statistics; the shares of all ranks add up."""
+        stats = self._backward(minibatch, rank, ranks)
+        return torch.cat([p.grad.reshape(-1) for p in self._parameters]).cpu().numpy(), stats
+
+    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
+        """Add up the ranks' gradients, clip, and step the optimiser."""
+        total = torch.from_numpy(np.sum([g for g, _ in shares], 0))
+        for parameter, gradient in zip(self._parameters, total.split([p.numel() for p in self._parameters]), strict=True):
+            parameter.grad = gradient.view_as(parameter).to(parameter)
+        self._optimise(merge_stats([s for _, s in shares]))
+
+    def _backward(self, minibatch: int, rank: int = 0, ranks: int = 1) -> dict:
+        """Leave this rank's share of a minibatch's gradient in the parameters; returns its statistics, on the CPU."""
         step = self._step
         rows = step.minibatches[minibatch]
         denominator = int(step.batch.mask[rows].sum())
         self._optimizer.zero_grad(set_to_none=True)
         stats = []
         for part in self._micro_batches(step.batch, rows[rank::ranks]):
-            loss, statistics = self._loss(*step.cut(part), denominator)
+            loss, statistics = self._loss(*step.cut(part, self.model.device), denominator)
             loss.backward()
             stats.append(statistics)
-        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1) for g in flat]).numpy(), merge_stats(stats)
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return {name: value.cpu() for name, value in merge_stats(stats).items()}
 
-    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
-        """Add up the ranks' gradients, clip, and step the optimiser."""
-        total = torch.from_numpy(shares[0][0] if len(shares) == 1 else np.sum([g for g, _ in shares], 0))
-        sizes = [p.numel() for p in self._parameters]
-        for parameter, gradient in zip(self._parameters, total.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm.item()}")
+    def _optimise(self, stats: dict) -> None:
+        norm = float(self._whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {self.version}: the gradient norm is {norm}")
         self._optimizer.step()
-        self._step.stats.append(merge_stats([s for _, s in shares]))
-        self._step.norms.append(float(norm))
+        self._step.stats.append(stats)
+        self._step.norms.append(norm)
 
     def finish(self) -> dict[str, float]:
         """End the step, adapt beta to its KL, and return statistics."""
@@ -147,8 +164,9 @@ class HFLearner:
         return stats | step.divergence | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
 
     def publish(self) -> Weights:
-        """A snapshot: cloned tensors, or a safetensors file where the sampler lives in another process."""
-        tensors = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        """A snapshot of what training has changed: tensors, or a safetensors file where the sampler lives in another process."""
+        changed = lora.merged(self.model) if self._adapted else dict(self.model.named_parameters())
+        tensors = {name: self._whole(p.detach().to(self._published, copy=True)) for name, p in changed.items()}
         if self._snapshots is None:
             return Weights(self.version, tensors)
         path = self._snapshots / f"{self.version}.safetensors"
@@ -157,31 +175,48 @@ class HFLearner:
         return Weights(self.version, str(path))
 
     def get_state(self) -> dict:
-        """A snapshot of weights, optimiser moments, beta and version, as arrays and numbers."""
-        weights = {key: {name: _array(p) for name, p in module.named_parameters()} for key, module in self._trained.items()}
+        """A snapshot of trained weights, optimiser moments, beta and version, as arrays and numbers."""
+        weights = {key: {name: self._array(p) for name, p in module.named_parameters() if p.requires_grad} for key, module in self._trained.items()}
         moments = self._optimizer.state_dict()["state"]
-        adam = {str(i): {k: _array(v) for k, v in values.items()} for i, values in moments.items()}
+        adam = {str(i): {k: self._array(v) for k, v in values.items()} for i, values in moments.items()}
         return {"version": self.version, "kl_coef": self.kl_coef, **weights, "adam": adam}
 
     @torch.no_grad()
     def set_state(self, state: dict) -> None:
         self.version, self.kl_coef = state["version"], state["kl_coef"]
         for key, module in self._trained.items():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(torch.from_numpy(state[key][name]))
-        adam = {int(i): {k: torch.from_numpy(np.array(v)) for k, v in values.items()} for i, values in state["adam"].items()}
+            parameters = dict(module.named_parameters())
+            for name, array in state[key].items():
+                parameters[name].copy_(self._placed(array, parameters[name]))
+        adam = {int(i): {k: self._placed(np.array(v), self._parameters[int(i)]) for k, v in values.items()} for i, values in state["adam"].items()}
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": adam})
 
     def save(self, folder: str) -> None:
-        """Write the policy as a Hugging Face checkpoint."""
-        self.model.save_pretrained(folder)
+        """Write the policy as a Hugging Face checkpoint, adapters merged into their layers."""
+        self.model.save_pretrained(folder, state_dict=self._tensors(self.model))
 
     def digest(self) -> str:
-        """SHA-256 of the weights, to compare runs bit for bit."""
+        """SHA-256 of the trained weights, to compare runs bit for bit."""
         h = hashlib.sha256()
         for parameter in self._parameters:
-            h.update(parameter.detach().float().numpy().tobytes())
+            h.update(self._array(parameter).tobytes())
         return h.hexdigest()
+
+    def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """All weights of a trained module, as a file is to have them."""
+        return lora.whole(module) if self._adapted and module is self.model else module.state_dict()
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, a moment or a number, of which several ranks may each hold a part."""
+        return tensor
+
+    def _array(self, tensor: torch.Tensor) -> np.ndarray:
+        """A copy in float32, which later updates leave alone."""
+        return self._whole(tensor.detach()).to("cpu", torch.float32, copy=True).numpy()
+
+    def _placed(self, array: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
+        """A weight or a moment from a state, for this parameter."""
+        return torch.from_numpy(array)
 
     def _rewards(self, batch: Batch, logp_prox: np.ndarray | None) -> tuple[torch.Tensor, dict[str, float]]:
         """Token rewards [S, T], and statistics of the KL to the reference, of the policy before the update as far as it is known."""
@@ -216,7 +251,7 @@ class HFLearner:
         return self._policy_loss(part, columns, self._states(self.model, part), denominator)
 
     def _policy_loss(self, part: Batch, columns: dict, states: torch.Tensor, denominator: int) -> tuple[torch.Tensor, dict]:
-        mask, behav, version = (torch.from_numpy(x) for x in (part.mask, part.logp_behav, part.version))
+        mask, behav, version = (on(states.device, x) for x in (part.mask, part.logp_behav, part.version))
         theta, entropy = self._logp(part, states)
         with self._naming_step():
             loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
@@ -260,7 +295,7 @@ class HFLearner:
         ids[row, batch.prompt_length[row] + t] = batch.token[row, t]
         with torch.autocast(model.device.type, torch.bfloat16, enabled=self._mixed):
             # padding stands at the end, where causal attention does not look: no mask, hence the fast kernel
-            return hidden_states(model, torch.from_numpy(ids[:, : int(total.max())]))
+            return hidden_states(model, on(model.device, ids[:, : int(total.max())]))
 
     def _logp(self, batch: Batch, states: torch.Tensor, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [S, T] of the responses, float32, from the policy's hidden states; entropies are 0 where they are not asked for.
@@ -268,24 +303,22 @@ class HFLearner:
         Vocabulary logits exist for a chunk of tokens at a time, also in the backward pass.
         """
         row, t = np.nonzero(np.arange(batch.token.shape[1]) < batch.length[:, None])
-        hidden, target = states[row, batch.prompt_length[row] + t - 1], torch.from_numpy(batch.token[row, t].astype(np.int64))  # [N, H], [N]
+        columns = row, t, batch.prompt_length[row] + t - 1, batch.token[row, t].astype(np.int64)
+        row, t, place, target = (on(states.device, x) for x in columns)  # [N]
+        hidden = states[row, place]  # [N, H]
         chunks = zip(*(x.split(self.config.logp_chunk_tokens) for x in (hidden, target)), strict=True)
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._mixed):
             parts = [checkpoint(self._head, h, y, with_entropy, use_reentrant=False) for h, y in chunks]
-        shape, index = batch.token.shape, (torch.from_numpy(row), torch.from_numpy(t))
-        logp, entropy = (torch.zeros(shape).index_put(index, torch.cat(columns)) for columns in zip(*parts, strict=True))
+        blank = torch.zeros(batch.token.shape, device=states.device)
+        logp, entropy = (blank.index_put((row, t), torch.cat(columns)) for columns in zip(*parts, strict=True))
         return logp, entropy.detach()
 
     def _head(self, hidden: torch.Tensor, target: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [chunk, V]
+        # [chunk, V]; in place where that is possible, since at a large vocabulary each copy is most of the memory
+        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float().div_(self.temperature), -1)
         chosen = logp.gather(-1, target[:, None])[:, 0]
-        entropy = -(logp.detach().exp() * logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
+        entropy = -logp.detach().exp().mul_(logp.detach()).sum(-1) if with_entropy else torch.zeros_like(chosen)
         return chosen, entropy
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in float32, which later updates leave alone."""
-    return tensor.detach().to(torch.float32, copy=True).numpy()
 
 
 @dataclass
@@ -293,13 +326,13 @@ class _Step:
     """A training step in progress."""
 
     batch: Batch
-    columns: dict[str, torch.Tensor]  # [S, T]: advantages, and what else the loss compares with
+    columns: dict[str, torch.Tensor]  # [S, T], on the CPU: advantages, and what else the loss compares with
     divergence: dict[str, float]  # statistics of the KL to the reference; empty without one
     minibatches: list[np.ndarray]
     stats: list[dict] = field(default_factory=list)  # one per optimiser step, like the norms
     norms: list[float] = field(default_factory=list)
 
-    def cut(self, rows: np.ndarray) -> tuple[Batch, dict[str, torch.Tensor]]:
-        """Batch and columns of some sequences, trimmed to the longest of them."""
+    def cut(self, rows: np.ndarray, device: torch.device) -> tuple[Batch, dict[str, torch.Tensor]]:
+        """Batch and columns of some sequences, trimmed to the longest of them; the columns on a device."""
         part = self.batch.rows(rows)
-        return part, {name: column[rows, : part.token.shape[1]] for name, column in self.columns.items()}
+        return part, {name: column[rows, : part.token.shape[1]].to(device) for name, column in self.columns.items()}

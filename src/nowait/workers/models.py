@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors.torch import load_file
@@ -17,28 +20,55 @@ from transformers.utils import logging
 from nowait import assets
 from nowait.batch import Weights
 
+OFFLINE = "Give a folder with a checkpoint; or, for a hub name, run `hf download NAME` once where the hub can be reached and set HF_HUB_OFFLINE=1"
+
 
 def model_folder(path: str) -> str:
-    """Hub name or folder behind a model path."""
-    return str(assets.path(path)) if path.startswith("asset:") else path
+    """Hub name or folder behind a model path: `asset:<name>` ships with the package, `gguf:<file>` is unpacked into a folder."""
+    kind, _, rest = path.partition(":")
+    if kind == "gguf":
+        from nowait.workers.gguf import unpacked
+
+        return str(unpacked(rest))
+    return str(assets.path(path)) if kind == "asset" else path
 
 
-def load_policy(path: str, dtype: str = "float32", threads: int = 1) -> PreTrainedModel:
-    """A causal LM from a hub name, a folder or `asset:<name>`, dropout off (eval mode).
+@contextmanager
+def loading(key: str, path: str) -> Iterator[None]:
+    """A block that loads `path`, the value of the setting `key`: what the libraries say of a failure becomes a ValueError with a remedy."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}: cannot load {path!r}: {error}" + ("" if Path(path).is_dir() else f"\n{OFFLINE}")) from error
+
+
+def optional(module: str, extra: str, purpose: str) -> ModuleType:
+    """A module that an extra of this package brings. Raises ValueError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{purpose} needs {module}, which is missing: pip install -e '.[{extra}]' -c constraints.txt") from error
+
+
+def load_policy(path: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> PreTrainedModel:
+    """A causal LM from a hub name, a folder, `asset:<name>` or `gguf:<file>`, dropout off (eval mode).
 
     Raises ValueError when the model cannot be loaded, or does more to its logits than one linear head, which the chunked log-probs assume.
     """
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
-    try:
+    with loading("model.path", path):
         model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=getattr(torch, dtype)).eval()
-    except OSError as error:
-        raise ValueError(f"model.path: cannot load {path!r}: {error}") from error
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         if not torch.equal(model(input_ids=ids).logits, model.get_output_embeddings()(hidden_states(model, ids))):
             raise ValueError(f"model.path: {path!r} transforms its logits after the output layer, which is not supported")
-    return model
+    return model.to(device)
+
+
+def on(device: torch.device | str, values) -> torch.Tensor:
+    """An array or a list as a tensor on a device; on the CPU an array shares its memory."""
+    return torch.as_tensor(values).to(device)
 
 
 def hidden_states(model: PreTrainedModel, input_ids, attention_mask=None, position_ids=None, cache=None) -> torch.Tensor:
@@ -74,8 +104,8 @@ def eos_ids(model: PreTrainedModel) -> list[int]:
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, weights: Weights) -> None:
-    """Copy a published snapshot into the model; the payload is a mapping of tensors or the path of a safetensors file."""
+    """Copy a published snapshot into the model: all weights, or those that training changes, as a mapping of tensors or a safetensors file's path."""
     payload = weights.payload
-    tensors = payload if isinstance(payload, Mapping) else load_file(Path(payload))
-    for name, parameter in model.named_parameters():  # shared parameters appear once
-        parameter.copy_(tensors[name])
+    parameters = dict(model.named_parameters())  # shared parameters appear once
+    for name, tensor in (payload if isinstance(payload, Mapping) else load_file(Path(payload))).items():
+        parameters[name].copy_(tensor)

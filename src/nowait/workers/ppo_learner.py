@@ -26,7 +26,7 @@ from nowait.algorithms.losses import value_loss
 from nowait.batch import LENGTH, Batch
 from nowait.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from nowait.workers.learner import HFLearner
-from nowait.workers.models import checkpoint_layers, model_folder
+from nowait.workers.models import checkpoint_layers, loading, model_folder, on
 
 
 class PPOLearner(HFLearner):
@@ -49,10 +49,10 @@ class PPOLearner(HFLearner):
     ) -> None:
         super().__init__(path, learner, algorithm, gradient_checkpointing=gradient_checkpointing, **options)
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        self._backbone = self.model if critic.shared else load_backbone(critic.path or path, vocabulary)
+        self._backbone = self.model if critic.shared else load_backbone(critic.path or path, vocabulary).to(self.model.device)
         if gradient_checkpointing and not critic.shared:
             checkpoint_layers(self._backbone)
-        self._value_head = torch.nn.Linear(self._backbone.config.hidden_size, 1)
+        self._value_head = torch.nn.Linear(self._backbone.config.hidden_size, 1, device=self.model.device)
         for parameter in self._value_head.parameters():
             torch.nn.init.zeros_(parameter)
         backbone = {} if critic.shared else {"critic": self._backbone}
@@ -79,9 +79,9 @@ class PPOLearner(HFLearner):
             return self._known[1]
         return tuple(self._read(batch, lambda part: self._values(part, self._states(self._backbone, part))))
 
-    def apply(self, shares: list[tuple[np.ndarray, dict]]) -> None:
+    def _optimise(self, stats: dict) -> None:
         self._known = None
-        super().apply(shares)
+        super()._optimise(stats)
 
     def set_state(self, state: dict) -> None:
         self._known = None
@@ -98,8 +98,8 @@ class PPOLearner(HFLearner):
         critic = Path(folder) / "critic"
         critic.mkdir(exist_ok=True)
         if self._backbone is not self.model:
-            self._backbone.save_pretrained(critic)
-        save_file(self._value_head.state_dict(), critic / "value_head.safetensors")
+            self._backbone.save_pretrained(critic, state_dict=self._tensors(self._backbone))
+        save_file(self._tensors(self._value_head), critic / "value_head.safetensors")
 
     def _targets(self, batch: Batch, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """Advantages, returns and the values before the update, [S, T] each."""
@@ -114,7 +114,7 @@ class PPOLearner(HFLearner):
         loss, stats = self._policy_loss(part, columns, states, denominator)
         values, _ = self._values(part, states if self._backbone is self.model else self._states(self._backbone, part))
         with self._naming_step():
-            mask = torch.from_numpy(part.mask)
+            mask = on(values.device, part.mask)
             error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
         return loss + a.value_coef * error, stats | more
 
@@ -122,9 +122,10 @@ class PPOLearner(HFLearner):
         """values [S, T], 0 on padding, and last [S], read from hidden states [S, W, H] at the places where log-probs are read."""
         everywhere = self._value_head(states.float())[..., 0]  # [S, W]
         place = batch.prompt_length[:, None] - 1 + np.arange(batch.token.shape[1] + 1)  # of the state before token t; one more for the whole response
-        found = everywhere.gather(1, torch.from_numpy(np.minimum(place, everywhere.shape[1] - 1).astype(np.int64)))
-        length = torch.from_numpy(batch.length.astype(np.int64))[:, None]
-        return found[:, :-1].where(torch.arange(batch.token.shape[1]) < length, 0.0), found.gather(1, length)[:, 0]
+        found = everywhere.gather(1, on(states.device, np.minimum(place, everywhere.shape[1] - 1).astype(np.int64)))
+        length = on(states.device, batch.length.astype(np.int64))[:, None]
+        inside = torch.arange(batch.token.shape[1], device=states.device) < length
+        return found[:, :-1].where(inside, 0.0), found.gather(1, length)[:, 0]
 
 
 def load_backbone(path: str, vocabulary: int) -> PreTrainedModel:
@@ -132,10 +133,8 @@ def load_backbone(path: str, vocabulary: int) -> PreTrainedModel:
 
     Raises ValueError when it cannot be loaded whole, or embeds fewer than `vocabulary` token ids.
     """
-    try:
+    with loading("critic.path", path):
         model, found = AutoModel.from_pretrained(model_folder(path), dtype=torch.float32, output_loading_info=True)
-    except OSError as error:
-        raise ValueError(f"critic.path: cannot load {path!r}: {error}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"critic.path: {path!r} lacks {len(missing)} weights of its backbone, first {missing[0]}: name a complete checkpoint")
     if (size := model.get_input_embeddings().num_embeddings) < vocabulary:

@@ -14,7 +14,7 @@ import torch
 
 from nowait.batch import LENGTH, STOP, Batch, Request, Rollouts, Segments, Weights, length_groups, pack_requests, unpack_requests
 from nowait.workers.kv_cache import GROUPED, SlotCache
-from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights
+from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights, on
 
 
 class HFSampler:
@@ -26,17 +26,18 @@ class HFSampler:
         *,
         dtype: str = "float32",
         threads: int = 1,
+        device: str = "cpu",
         slots: int,
         capacity: int,
         temperature: float = 1.0,
         seed: int = 0,
         stream: int = 0,
     ) -> None:
-        self.model = load_policy(path, dtype, threads).requires_grad_(False)
+        self.model = load_policy(path, dtype, threads, device).requires_grad_(False)
         self.model.set_attn_implementation(GROUPED)
         self.temperature, self.seed, self.stream = temperature, seed, stream
         self.eos = np.array(eos_ids(self.model))
-        self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype)
+        self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype, device)
         self._waiting: deque[tuple[Request, int]] = deque()  # request, sample
         self._active = 0
         self._version = 0
@@ -127,7 +128,7 @@ class HFSampler:
         begun = self._columns["made"][rows] > 0
         _, first, which = np.unique(np.where(begun, -1 - rows, self._columns["request"][rows]), return_index=True, return_inverse=True)
         read, lengths = rows[first], self._columns["length"][rows[first]]
-        newest = torch.empty(len(read), self.model.config.hidden_size, dtype=self.model.dtype)
+        newest = torch.empty(len(read), self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         for group in length_groups(lengths):
             newest[group] = self._prefill_rows(read[group], lengths[group])
         source = read[which]
@@ -136,32 +137,33 @@ class HFSampler:
         return newest[which]
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        width = int(lengths.max())
-        positions = torch.arange(width).expand(len(rows), -1)
-        padding = positions >= torch.from_numpy(lengths)[:, None]
-        mask = torch.ones(1, 1, 1, 1)  # a stand-in, so that the model makes none: attention is causal, which hides the padding at the end
-        cache = self._cache.at(torch.from_numpy(rows), positions.masked_fill(padding, self._cache.spare), width)
-        hidden = hidden_states(self.model, torch.from_numpy(self._history[rows, :width]), mask, positions, cache)
+        width, device = int(lengths.max()), self.model.device
+        positions = torch.arange(width, device=device).expand(len(rows), -1)
+        padding = positions >= on(device, lengths)[:, None]
+        mask = torch.ones(1, 1, 1, 1, device=device)  # a stand-in, so that the model makes none: attention is causal, which hides padding at the end
+        cache = self._cache.at(on(device, rows), positions.masked_fill(padding, self._cache.spare), width)
+        hidden = hidden_states(self.model, on(device, self._history[rows, :width]), mask, positions, cache)
         return hidden[np.arange(len(rows)), lengths - 1]
 
     def _step(self, uniform: np.ndarray, prefilled: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """One token for every active row, the last of which are prefilled already: token int64 [A], log-prob float32 [A]."""
         active = self._active
         hidden = torch.cat([self._feed(active - len(prefilled)), prefilled])
-        token, logp = pick(self.model.get_output_embeddings()(hidden), self.temperature, torch.from_numpy(uniform))
-        token = token.numpy()
+        token, logp = pick(self.model.get_output_embeddings()(hidden), self.temperature, on(self.model.device, uniform))
+        token = token.cpu().numpy()
         self._history[np.arange(active), self._columns["length"][:active]] = token
         self._columns["length"][:active] += 1
-        return token, logp.numpy()
+        return token, logp.cpu().numpy()
 
     def _feed(self, count: int) -> torch.Tensor:
         """Hidden states [count, H] of the newest tokens of the first `count` rows, which the cache lacks."""
+        device = self.model.device
         if not count:
-            return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype)
+            return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype, device=device)
         length = self._columns["length"][:count]
-        at, span = torch.from_numpy(length - 1), int(length.max())
-        mask = torch.where(torch.arange(span) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [count, 1, 1, span], added to scores
-        newest = torch.from_numpy(self._history[np.arange(count), length - 1])[:, None]
+        at, span = on(device, length - 1), int(length.max())
+        mask = torch.where(torch.arange(span, device=device) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [count, 1, 1, span], added to scores
+        newest = on(device, self._history[np.arange(count), length - 1])[:, None]
         return hidden_states(self.model, newest, mask, at[:, None], self._cache.at(slice(0, count), at[:, None], span))[:, 0]
 
     def _release(self, ended: np.ndarray, row: np.ndarray) -> np.ndarray:

@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from nowait.batch import RUNNING, Request, Rollouts, Segments, length_groups, pack_requests, pad, unpack_requests
 from nowait.workers.kv_cache import SlotCache, needs_more
-from nowait.workers.models import hidden_states, load_policy, model_folder
+from nowait.workers.models import hidden_states, load_policy, loading, model_folder, on
 
 log = logging.getLogger(__name__)
-LOGIT_TOKENS = 2048  # tokens whose vocabulary logits exist at once
+LOGIT_TOKENS = 512  # tokens whose vocabulary logits exist at once
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Streamed:
 
     def __init__(self, model: PreTrainedModel, *, slots: int, capacity: int, n: int) -> None:
         self.model, self.n, self.capacity = model.requires_grad_(False), n, capacity
-        self._cache = SlotCache(model.config, slots, capacity, model.dtype)
-        self._newest = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)  # hidden state of the last token read
+        self._cache = SlotCache(model.config, slots, capacity, model.dtype, model.device)
+        self._newest = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype, device=model.device)  # hidden state of the last token read
         self._free = list(range(slots))
         self._requests: dict[int, Request] = {}
         self._held: dict[int, _Held] = {}  # by sequence id
@@ -98,9 +98,9 @@ class Streamed:
             "requests": pack_requests(list(self._requests.values())),
             "read": lengths,
             "finish": np.array([held.finish for held in self._held.values()], np.uint8),
-            "newest": self._newest[torch.from_numpy(slots)].float().numpy(),
-            "keys": keys.float().numpy(),
-            "values": values.float().numpy(),
+            "newest": self._newest[on(self.model.device, slots)].float().cpu().numpy(),
+            "keys": keys.float().cpu().numpy(),
+            "values": values.float().cpu().numpy(),
         }
 
     def set_state(self, state: dict) -> None:
@@ -111,7 +111,7 @@ class Streamed:
             held.read, held.finish = read, finish
         slots, lengths = self._layout()
         self._cache.write(slots, lengths, *(torch.from_numpy(state[name]) for name in ("keys", "values")))
-        self._newest[torch.from_numpy(slots)] = torch.from_numpy(state["newest"]).to(self._newest.dtype)
+        self._newest[on(self.model.device, slots)] = torch.from_numpy(state["newest"]).to(self._newest)
 
     def _layout(self) -> tuple[np.ndarray, np.ndarray]:
         """Slot and tokens read of every sequence, int64."""
@@ -131,15 +131,17 @@ class Streamed:
 
     def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
         """One forward pass over the next tokens of some sequences; returns their hidden states [R, T, H]."""
-        length = torch.tensor([len(token) for token in tokens])
-        start, slots = torch.tensor([held.read for held in rows]), torch.tensor([held.slot for held in rows])
-        step = torch.arange(int(length.max()))
+        device, longest = self.model.device, max(map(len, tokens))
+        columns = [len(token) for token in tokens], [held.read for held in rows], [held.slot for held in rows]
+        length, start, slots = (on(device, column) for column in columns)
+        step = torch.arange(longest, device=device)
         positions = start[:, None] + torch.minimum(step, length[:, None] - 1)  # padding sees what the last token sees
-        span = int((start + length).max())
-        mask = torch.where(torch.arange(span) <= positions[..., None], 0.0, -torch.inf)[:, None].to(self.model.dtype)  # [R, 1, T, span]
+        span = max(held.read + len(token) for held, token in zip(rows, tokens, strict=True))
+        seen = torch.arange(span, device=device) <= positions[..., None]
+        mask = torch.where(seen, 0.0, -torch.inf)[:, None].to(self.model.dtype)  # [R, 1, T, span]
         cache = self._cache.at(slots, positions.masked_fill(step >= length[:, None], self._cache.spare), span)
-        hidden = hidden_states(self.model, torch.from_numpy(pad(tokens, 0, np.int64)), mask, positions, cache)
-        self._newest[slots] = hidden[torch.arange(len(rows)), length - 1]
+        hidden = hidden_states(self.model, on(device, pad(tokens, 0, np.int64)), mask, positions, cache)
+        self._newest[slots] = hidden[torch.arange(len(rows), device=device), length - 1]
         for held, token in zip(rows, tokens, strict=True):
             held.read += len(token)
         return hidden
@@ -154,17 +156,17 @@ class StreamedReward(Streamed):
     @torch.inference_mode()
     def finish(self, ids: list[int]) -> list[list[float]]:
         """n scores per complete request, in the order of ids; forgets them."""
-        slots = torch.tensor([held.slot for held in self._complete(ids)], dtype=torch.int64)
+        slots = on(self.model.device, np.array([held.slot for held in self._complete(ids)], np.int64))
         scores = _by_request(self.model.score(self._newest[slots]), ids, self.n)
         self.drop(ids)
         return scores
 
 
 class StreamedReference(Streamed):
-    """Per-token log-probs of responses under a frozen policy, at the training temperature."""
+    """Per-token log-probs of responses under a frozen policy, at the training temperature; `model` is what `load_policy` takes beside the path."""
 
-    def __init__(self, path: str, *, slots: int, capacity: int, temperature: float, n: int, dtype: str = "float32", threads: int = 1) -> None:
-        super().__init__(load_policy(path, dtype, threads), slots=slots, capacity=capacity, n=n)
+    def __init__(self, path: str, *, slots: int, capacity: int, temperature: float, n: int, **model) -> None:
+        super().__init__(load_policy(path, **model), slots=slots, capacity=capacity, n=n)
         self.temperature = temperature
         self._logp = np.zeros((slots, capacity), np.float32)  # by position of the token, prompt included
 
@@ -192,19 +194,19 @@ class StreamedReference(Streamed):
     def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
         """Also note the log-prob of each response token, which the hidden state one before it predicts."""
         slots, start = [held.slot for held in rows], np.array([held.read for held in rows])
-        before = self._newest[slots]
+        before = self._newest[on(self.model.device, slots)]
         hidden = super()._read(rows, tokens)
         before = torch.cat([before[:, None], hidden[:, :-1]], 1)
         place = start[:, None] + np.arange(hidden.shape[1])  # [R, T]
         answers = place >= np.array([len(held.prompt) for held in rows])[:, None]
         row, t = np.nonzero(answers & (place < np.array([held.read for held in rows])[:, None]))
-        target = torch.from_numpy(pad(tokens, 0, np.int64)[row, t])
-        parts = zip(before[row, t].split(LOGIT_TOKENS), target.split(LOGIT_TOKENS), strict=True)
-        self._logp[np.array(slots)[row], place[row, t]] = torch.cat([self._head(h, y) for h, y in parts]).numpy()
+        index, target = (on(hidden.device, row), on(hidden.device, t)), on(hidden.device, pad(tokens, 0, np.int64)[row, t])
+        parts = zip(before[index].split(LOGIT_TOKENS), target.split(LOGIT_TOKENS), strict=True)
+        self._logp[np.array(slots)[row], place[row, t]] = torch.cat([self._head(h, y) for h, y in parts]).cpu().numpy()
         return hidden
 
     def _head(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float() / self.temperature, -1)  # [tokens, V]
+        logp = torch.log_softmax(self.model.get_output_embeddings()(hidden).float().div_(self.temperature), -1)  # [tokens, V]
         return logp.gather(-1, target[:, None])[:, 0]
 
 
@@ -238,7 +240,7 @@ class WholeReward:
             raise ValueError(f"reward.path: a response makes {longest} tokens, the model reads {most}: lower sampler.max_new_tokens")
         scores = torch.empty(len(texts), 1)
         for rows in length_groups([len(text) for text in texts]):
-            scores[rows] = self._score([texts[i] for i in rows]).float()
+            scores[rows] = self._score([texts[i] for i in rows]).float().cpu()
         return _by_request(scores, ids, self.n)
 
     def drop(self, ids: list[int]) -> None:
@@ -252,26 +254,25 @@ class WholeReward:
 
     def _score(self, texts: list[np.ndarray]) -> torch.Tensor:
         """Scores [R, 1]. A head on one token reads the last one by the length: by the padding token, an EOS that is also padding would be missed."""
-        ids, length = torch.from_numpy(pad(texts, self._padding, np.int64)), torch.tensor([len(text) for text in texts])
-        mask = (torch.arange(ids.shape[1]) < length[:, None]).long()
+        device = self.model.device
+        ids, length = on(device, pad(texts, self._padding, np.int64)), on(device, [len(text) for text in texts])
+        mask = (torch.arange(ids.shape[1], device=device) < length[:, None]).long()
         if not self._reads_newest:
             return self.model(input_ids=ids, attention_mask=mask).logits
-        return self.model.score(hidden_states(self.model, ids, mask)[torch.arange(len(texts)), length - 1])
+        return self.model.score(hidden_states(self.model, ids, mask)[torch.arange(len(texts), device=device), length - 1])
 
 
 def load_reward(
-    path: str, policy: str, *, slots: int, capacity: int, n: int, dtype: str = "float32", threads: int = 1
+    path: str, policy: str, *, slots: int, capacity: int, n: int, dtype: str = "float32", threads: int = 1, device: str = "cpu"
 ) -> StreamedReward | WholeReward:
     """The reward model `path` for responses of the policy `policy`: streamed where that gives what the model computes, else whole, with a warning.
 
     Raises ValueError for a model that cannot be loaded, has several labels or no trained head, or lacks the padding token that it needs.
     """
     torch.set_num_threads(threads)
-    model = _load_scorer(path, dtype)
-    try:
+    model = _load_scorer(path, dtype).to(device)
+    with loading("reward.path", path):
         own, of_policy = (AutoTokenizer.from_pretrained(model_folder(folder)) for folder in (path, policy))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"reward.path: cannot load the tokenizers of {path!r} and {policy!r}: {error}") from error
     vocabulary = own.get_vocab()
     same = all(vocabulary.get(token) == i for token, i in of_policy.get_vocab().items())
     reason = _obstacle(model, capacity) if same else "its vocabulary is not the policy's"
@@ -291,11 +292,9 @@ def load_reward(
 
 def _load_scorer(path: str, dtype: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    try:
+    with loading("reward.path", path):
         load = AutoModelForSequenceClassification.from_pretrained
         model, found = load(model_folder(path), dtype=getattr(torch, dtype), output_loading_info=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"reward.path: cannot load {path!r}: {error}") from error
     if model.config.num_labels != 1:
         raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
     if missing := sorted(found["missing_keys"]):
@@ -326,16 +325,16 @@ def _scores_newest(model: PreTrainedModel) -> bool:
     ids, head = _probe(model), getattr(model, "score", None)
     if model.config.is_encoder_decoder or not isinstance(head, torch.nn.Linear):
         return False
-    return _close(head(model.base_model(input_ids=ids).last_hidden_state[:, -1]), model(input_ids=ids).logits)
+    return _close(head(model.base_model(input_ids=ids).last_hidden_state[:, -1]), model(input_ids=ids).logits, 4 * torch.finfo(model.dtype).eps)
 
 
 def _probe(model: PreTrainedModel) -> torch.Tensor:
     """A sequence without padding tokens, [1, 12]."""
-    return torch.tensor([[i for i in range(model.config.vocab_size) if i != model.config.pad_token_id][:12]])
+    return on(model.device, [[i for i in range(model.config.vocab_size) if i != model.config.pad_token_id][:12]])
 
 
-def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return bool((one - two).abs().max() <= 1e-4 * one.abs().max())
+def _close(one: torch.Tensor, two: torch.Tensor, tolerance: float = 0.0) -> bool:
+    return bool((one - two).abs().max() <= max(tolerance, 1e-4) * one.abs().max())
 
 
 def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float]]:
