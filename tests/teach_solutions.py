@@ -45,7 +45,42 @@ def last_read(writing, reading):
     return read
 
 
-SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments, math and np
+def slope(rewards, window):
+    return (rewards[-1] - rewards[-1 - window]) / window
+
+
+def most_deferrals(length, chunk):
+    return -(-length // chunk)
+
+
+def first_batch(lengths, batch):
+    return sum(sorted(lengths)[:batch]) / batch
+
+
+def sequences(batch_size, group_size, minibatches):
+    return batch_size * group_size // minibatches
+
+
+def bound(s, u, f):
+    return max(s, u + f) / max(s, u)
+
+
+def difference(ours, theirs):
+    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(pairs) / len(pairs)
+    return mean, (sum((x - mean) ** 2 for x in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5
+
+
+def histogram(versions, step):
+    return np.bincount(step - np.array(versions))
+
+
+def anchor(behav, theta, versions, step):
+    alpha = 1 / np.maximum(1, step - np.array(versions))
+    return alpha * np.array(behav) + (1 - alpha) * np.array(theta)
+
+
+SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments and what that imports
     "anchors/weights": weights,
     "anchors/clipped": clipped,
     "anchors/largest": largest,
@@ -54,6 +89,14 @@ SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its ar
     "staleness/effective": effective,
     "bubbles/idle": idle,
     "bubbles/last_read": last_read,
+    "overcommit/slope": slope,
+    "overcommit/most_deferrals": most_deferrals,
+    "overcommit/first_batch": first_batch,
+    "training/sequences": sequences,
+    "training/bound": bound,
+    "training/difference": difference,
+    "together/histogram": histogram,
+    "together/anchor": anchor,
 }
 WRONG = {  # MODULE/NAME: plausible mistakes
     "anchors/weights": [
@@ -72,4 +115,19 @@ WRONG = {  # MODULE/NAME: plausible mistakes
     "staleness/effective": [lambda w: w.sum() ** 2 / (w**2).sum(), lambda w: w.mean(), lambda w: 1.0],
     "bubbles/idle": [lambda calls, end: sum(b - a for a, b in calls) / end, lambda calls, end: end - sum(b - a for a, b in calls)],
     "bubbles/last_read": [lambda w, r: sum(w) + sum(r), lambda w, r: max(sum(w), sum(r)), lambda w, r: sum(w) + r[-1]],
+    "overcommit/slope": [lambda r, w: (r[-1] - r[-w]) / w, lambda r, w: r[-1] - r[-1 - w], lambda r, w: (r[-1] - r[0]) / w],
+    "overcommit/most_deferrals": [lambda length, chunk: length // chunk, lambda length, chunk: math.ceil(length / chunk) - 1],
+    "overcommit/first_batch": [
+        lambda lengths, b: sum(lengths[:b]) / b,
+        lambda lengths, b: np.mean(lengths),
+        lambda lengths, b: sorted(lengths)[b - 1],
+    ],
+    "training/sequences": [lambda b, g, m: b * g, lambda b, g, m: b // m],
+    "training/bound": [lambda s, u, f: (u + f) / u, lambda s, u, f: (s + u + f) / (s + u), lambda s, u, f: 1 + f],
+    "training/difference": [
+        lambda a, b: (np.mean(a) - np.mean(b), np.std(a, ddof=1) / math.sqrt(len(a))),
+        lambda a, b: (np.mean(a) - np.mean(b), np.subtract(a, b).std() / math.sqrt(len(a))),
+    ],
+    "together/histogram": [lambda versions, step: np.bincount(versions), lambda versions, step: np.bincount(step - np.array(versions))[1:]],
+    "together/anchor": [lambda b, t, v, step: (np.array(b) + t) / 2, lambda b, t, v, step: b, lambda b, t, v, step: t],
 }

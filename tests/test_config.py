@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nowait import tasks
+from nowait import reference
 from nowait.config import KEYS, LEAVES, METHODS, Experiment, diff, digest, load, to_yaml
 from nowait.config_files import ConfigError, Layers, find, read_whole
 
@@ -414,35 +414,26 @@ def test_wheel_lists_every_package():
     assert tool["package-dir"]["nowait.paper_configs"] == "paper_configs" and "nowait.paper_configs" in tool["packages"]
 
 
-def test_readme_example_has_every_field_and_is_setup_1_at_cpu_scale(write):
-    readme = ROOT / "README.md"
-    if not readme.is_file() or "\n## Configuration" not in readme.read_text():
-        pytest.skip("README.md has no Configuration section")
-    section = readme.read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
-    small, example = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+def test_the_documented_files_can_be_loaded_and_the_complete_one_has_every_setting(write):
+    small, example = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "configuration.md").read_text(), re.DOTALL)
     changed = {key for key, *_ in diff(load(write(small)), load("a3po/setup1"))}
     assert changed == {"name", "task.options.operand_mean", "learner.lr"}
+    assert example == reference.example() + "\n", "replace it by the output of: python -c 'from nowait import reference; print(reference.example())'"
     leaves = set()
     for section, block in yaml.safe_load(example).items():
         for key, value in block.items() if isinstance(block, dict) else [(None, block)]:
             name = section if key is None else f"{section}.{key}"
             leaves |= {f"{name}.{part}" for part in value} if name == "runtime.costs" else {name}
     assert leaves == set(KEYS)
-    assert {key for key, *_ in diff(load(write(example)), load("a3po/setup1"))} == {"name"}
+    assert diff(load(write(example)), load("a3po/setup1")) == []
 
 
-def test_readme_task_is_a_task_whose_text_the_shipped_policies_know(tmp_path, monkeypatch):
-    readme = ROOT / "README.md"
-    if not readme.is_file():
-        pytest.skip("no README.md here")
-    code = re.search(r"```python\n(# mytask.py.*?)```", readme.read_text(), re.DOTALL).group(1)
-    (tmp_path / "mytask.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    task = tasks.load(load("a3po/setup1", overrides=["task.name=mytask:Halves", "task.options={}"]).task)
-    prompts = {split: {task.prompt(split, row) for row in range(task.size(split))} for split in ("train", "eval")}
-    assert not prompts["train"] & prompts["eval"] and set("".join(prompts["train"])) <= set("0123456789+=")
-    left, right = task.prompt("train", 3)[:-1].split("+")
-    assert task.reward("train", 3, f"1;#{max(left, right)}") == 1.0 and task.reward("train", 3, f"#{min(left, right)}") == 0.0
+def test_every_setting_is_explained_and_choices_are_named():
+    found = reference.settings(load("a3po/setup1", overrides=["learner.lr=0.5"]))
+    assert list(found.index) == list(KEYS) and found["meaning"].str.len().min() > 5
+    assert found.loc["learner.lr"].tolist() == [0.5, "", "Adam step size, constant after warm-up"]
+    assert found.loc["overlap.rule", "choices"] == "fixed | slope | algorithm1 | trend | module:function"
+    assert found.loc["schedule.kind", "meaning"].startswith("synchronous; colocated:")  # written above the field
 
 
 def test_an_override_cannot_make_another_method_of_the_one_asked_for():

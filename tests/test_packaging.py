@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [name for several in PROJECT["optional-dependencies"].values() for name in several]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb")) if (ROOT / "notebooks").is_dir() else []
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.md"))]
 PARAMETERS = {"config or configs", "scale", "seeds", "overrides", "interactive"}
 TEACHING = {"interactive"}  # what a notebook of notebooks/teach needs
 IMPORTED_AS = {"PyYAML": "yaml", "ipython": "IPython"}
@@ -79,12 +80,12 @@ def test_no_file_names_a_place_on_somebody_s_machine():
     assert found == []
 
 
-def test_what_the_readme_promises_exists():
+def test_what_the_readme_and_the_pages_promise_exists():
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE)) <= targets
     commands = subprocess.run([sys.executable, "-m", "nowait", "--help"], capture_output=True, text=True, check=True).stdout
-    for command in set(re.findall(r"^ *nowait ([a-z]+)", readme, re.MULTILINE)):
+    for command in set(re.findall(r"^ *nowait ([a-z]+)", "\n".join([readme, *(page.read_text() for page in PAGES)]), re.MULTILINE)):
         assert re.search(rf"^  {command} ", commands, re.MULTILINE), command
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", readme)
     assert [link for link in links if not link.startswith("figures/") and not (ROOT / link).exists()] == []
@@ -94,6 +95,17 @@ def test_what_the_readme_promises_exists():
 def test_the_figures_that_the_readme_links_are_committed():
     links = re.findall(r"\]\((figures/[^)#]+)\)", (ROOT / "README.md").read_text())
     assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text)
+    files = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [file for file, _ in files if not file.exists()] == []
+    for file, anchor in files:
+        heads = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], f"{file.name}#{anchor}"
 
 
 def test_the_readme_lists_every_notebook_and_what_it_saves():

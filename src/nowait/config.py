@@ -23,6 +23,7 @@ Positive = Annotated[int, Field(ge=1)]
 AboveZero = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Own = Annotated[str, Field(pattern=r"^\w[\w.]*:\w+$")]  # module:function of the user's own code
 
 
 class Model(BaseModel):
@@ -38,8 +39,8 @@ class TaskConfig(Model):
 
 class ModelConfig(Model):
     path: str = "asset:policy_small"  # hub name, folder, asset:<name> of this package, gguf:<file>, gguf:<package>/<file>
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    gradient_checkpointing: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of forward and backward passes; the learner keeps its weights in float32
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
     lora_rank: Annotated[int, Field(ge=0)] = 0  # of low-rank adapters in all linear layers but the head, trained instead of the weights; 0: off
     lora_alpha: Positive = 32  # adapters are scaled by lora_alpha / lora_rank
 
@@ -57,7 +58,7 @@ class SamplerConfig(Model):
 
 
 class RewardConfig(Model):
-    path: str | None = None  # hub name, folder or asset:<name> of a causal model with one label; None: the task's rule
+    path: str | None = None  # hub name, folder or asset:<name> of a causal model with one label, or module:function; None: the task's rule
 
 
 class CriticConfig(Model):
@@ -69,22 +70,23 @@ class CriticConfig(Model):
 class LearnerConfig(Model):
     lr: NonNegative = 1e-4  # Adam step size, constant after warm-up
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # training steps of linear warm-up from 0
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)  # Adam; a list in YAML
-    eps: AboveZero = 1e-8  # Adam
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)  # of Adam's two running means, per optimiser step
+    eps: AboveZero = 1e-8  # of Adam, in its denominator
     weight_decay: NonNegative = 0.0  # decoupled (AdamW), per unit of lr
     grad_clip: AboveZero = 1.0  # maximum global gradient norm
     epochs: Positive = 1  # passes over the batch per training step
     minibatches: Positive = 2  # optimiser steps per epoch
-    micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass
-    logp_chunk_tokens: Positive = 512  # response tokens whose vocabulary logits exist at once: four copies of float32 at most
+    micro_batch_tokens: Positive = 8192  # padded tokens per forward and backward pass: memory only
+    logp_chunk_tokens: Positive = 512  # response tokens whose vocabulary logits exist at once, in four copies of float32 at most: memory only
     ranks: Positive = 1  # processes that share every batch, weights and optimiser state sharded over them
 
 
 class AlgorithmConfig(Model):
-    anchor: Literal["recompute", "loglinear", "linear", "behave", "reuse", "ppo", "diagnostic"] = "loglinear"
+    # what stands for log pi_prox: recompute, ppo and diagnostic by a forward pass, the others from behav and theta (loglinear: A-3PO)
+    anchor: Literal["recompute", "loglinear", "linear", "behave", "reuse", "ppo", "diagnostic"] | Own = "loglinear"
     fresh: Literal["behave", "theta"] = "behave"  # anchor of tokens with staleness 0: alpha 1 (figures) or 0 (v3 text)
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # r is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: AboveZero = 0.2
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # epsilon: r is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: AboveZero = 0.2  # the same, upper end
     behav_weight_cap: AboveZero | None = 5.0  # C on rho = prox/behav; None: no cap
     cap_mode: Literal["mask", "clamp"] = "mask"  # mask: tokens above C leave the loss; clamp: rho = min(rho, C)
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c > 1: lower bound -c*A for negative advantages
@@ -92,11 +94,11 @@ class AlgorithmConfig(Model):
     advantage_std: bool = True  # divide group-relative rewards by the group's standard deviation
     advantage_whiten: bool = True  # then normalise over the batch's tokens
     gamma: Fraction = 1.0  # discount per token
-    lam: Fraction = 0.95  # of GAE
+    lam: Fraction = 0.95  # of generalised advantage estimation: 0 trusts the critic, 1 the rewards
     value_clip: AboveZero | None = 0.2  # new values stay this close to those before the update; None: no clipping
     value_coef: NonNegative = 0.1  # weight of the value loss
     kl_coef: NonNegative = 0.0  # beta: reward minus beta times the KL to the initial policy, per token; 0: no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of that KL per token: -x, x²/2, exp(x) - 1 - x with x = logp_ref - logp
     kl_target: AboveZero | None = None  # nats per response that an adaptive beta aims at; None: beta is fixed
     kl_horizon: Positive = 10_000  # responses over which the adaptive beta reacts
 
@@ -107,23 +109,24 @@ class OverlapConfig(Model):
     intra: bool = True  # frozen models read a response while it is written
     unit: Literal["chunk", "response"] = "chunk"  # what they are given meanwhile: every chunk, or responses that are complete
     inter: bool = True  # B + Δ requests in flight, the first B complete ones are trained, the others carried over
-    rule: Literal["fixed", "slope", "algorithm1", "trend"] = "slope"  # how Δ follows the reward
+    rule: Literal["fixed", "slope", "algorithm1", "trend"] | Own = "slope"  # how Δ follows the reward
     delta: Annotated[int, Field(ge=0)] = 0  # Δ of the first step, in requests
-    delta_min: Annotated[int, Field(ge=0)] = 0
-    delta_max: Annotated[int, Field(ge=0)] = 0
+    delta_min: Annotated[int, Field(ge=0)] = 0  # least Δ
+    delta_max: Annotated[int, Field(ge=0)] = 0  # largest Δ; the slots must hold B + delta_max requests
     window: Annotated[int, Field(ge=2)] = 10  # training steps whose rewards decide
     chunk_candidates: list[Positive] = []  # tokens per decode round to be tried; empty: sampler.chunk always
     chunk_period: Positive = 50  # training steps between two trials
 
 
 class ScheduleConfig(Model):
+    # synchronous; colocated: every device samples, then trains; asynchronous: A-3PO's; overlapped: OPPO's
     kind: Literal["synchronous", "colocated", "asynchronous", "overlapped"] = "asynchronous"
     steps: Positive = 100  # training steps
     batch_size: Positive = 16  # requests (prompts) per training step
     group_size: Positive = 8  # samples per request
     max_staleness: Annotated[int, Field(ge=0)] = 4  # eta, in training steps; 0 is synchronous
     max_concurrent: Positive | None = None  # requests in flight at the sampler; None: twice what its slots hold
-    order: Literal["strict", "completion"] = "strict"  # strict: every token has d <= eta
+    order: Literal["strict", "completion"] = "strict"  # strict: every token has d <= eta; completion: first come, first trained, d unbounded
     eval_every: Annotated[int, Field(ge=0)] = 0  # training steps between evaluations; 0: never
     checkpoint_every: Annotated[int, Field(ge=0)] = 0  # training steps between checkpoints; 0: never
 
@@ -132,8 +135,8 @@ class EvaluationConfig(Model):
     prompts: Positive = 512  # fixed held-out prompts
     samples: Positive = 4  # responses per prompt at every evaluation
     slots: Positive = 128  # sequences decoded together
-    temperature: AboveZero = 1.0
-    max_new_tokens: Positive = 96
+    temperature: AboveZero = 1.0  # of these responses
+    max_new_tokens: Positive = 96  # longest of them, in tokens
     benchmarks: dict[str, TaskConfig] = {}  # further held-out sets (`prompts` rows at most), evaluated before the first and after the last step
     benchmark_samples: Positive = 1  # responses per prompt of these
 
@@ -141,21 +144,22 @@ class EvaluationConfig(Model):
 class CostConfig(Model):
     """Seconds of the model clock for a real training, linear in tokens. Virtual: they order events, nothing more."""
 
-    decode_step: NonNegative = 0.003  # per decode step, whatever the number of rows
-    decode_token: NonNegative = 2.5e-5  # per generated token
-    prefill_token: NonNegative = 1.0e-5  # per token prefilled, on admission or after new weights
-    forward_token: NonNegative = 2.0e-5  # per prompt or response token of a log-prob forward
-    update_token: NonNegative = 8.0e-5  # per prompt or response token of an update, all epochs
-    reward_token: NonNegative = 5.0e-5  # per token that the reward model reads
-    reference_token: NonNegative = 2.0e-5  # per token that the reference model reads
+    decode_step: NonNegative = 0.003  # seconds per decode step, whatever the number of rows
+    decode_token: NonNegative = 2.5e-5  # seconds per generated token
+    prefill_token: NonNegative = 1.0e-5  # seconds per token prefilled, on admission or after new weights
+    forward_token: NonNegative = 2.0e-5  # seconds per prompt or response token of a log-prob forward
+    update_token: NonNegative = 8.0e-5  # seconds per prompt or response token of an update, all epochs
+    reward_token: NonNegative = 5.0e-5  # seconds per token that the reward model reads
+    reference_token: NonNegative = 2.0e-5  # seconds per token that the reference model reads
     charge_forward: bool = False  # False: every anchor sees one timing, so that only the anchor differs
 
 
 class RuntimeConfig(Model):
-    executor: Literal["inline", "process", "ray"] = "inline"
+    executor: Literal["inline", "process", "ray"] = "inline"  # process, ray: each device is a process, or an actor, of its own
     ray_address: str | None = None  # of a running cluster, "auto" on one of its machines; None: a Ray of this machine
-    clock: Literal["wall", "model", "measured"] = "model"
+    clock: Literal["wall", "model", "measured"] = "model"  # model: virtual, repeats exactly; measured: virtual, each call's own processor time
     threads: Positive = 1  # torch threads per worker
+    # device: the workers on it
     placement: dict[str, list[Literal["sampler", "learner", "reward", "reference"]]] = {"a": ["sampler"], "b": ["learner"]}
     gpus: dict[str, list[Annotated[int, Field(ge=0)]]] = {}  # indices of each device's GPUs; a device that is not named computes on the CPU
     costs: CostConfig = CostConfig()
@@ -164,10 +168,10 @@ class RuntimeConfig(Model):
 class Experiment(Model):
     """A resolved experiment: what `runs.run` needs beside a seed."""
 
-    name: str  # e.g. a3po/setup1
+    name: str  # of the folder for its runs, e.g. a3po/setup1
     title: str = ""  # for figures, e.g. "0.15 M Qwen2 on chains of additions"
-    scale: str = "own"  # of the settings of a file without a `scales:` block
-    method: str = "loglinear"  # a key of METHODS, or "custom"; `load` makes it fit the settings
+    scale: str = "own"  # label: which block of the file's `scales:` holds; chosen by load(..., scale=)
+    method: str = "loglinear"  # label, a key of METHODS or "custom": what the settings are; chosen by load(..., method=)
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -283,6 +287,7 @@ REMEDIES = {  # by pydantic's error type
     "int_type": "write a whole number, without quotes",
     "bool_type": "write true or false",
     "string_type": "write text, in quotes if it looks like a number",
+    "string_pattern_mismatch": "write module:function for your own",
     "list_type": "write a list",
     "tuple_type": "write a list",
     "dict_type": "write `key: value` lines",

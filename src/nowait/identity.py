@@ -1,4 +1,4 @@
-"""What makes two runs the same: settings, seed, code, initial model, and a user's own tasks."""
+"""What makes two runs the same: settings, seed, code, initial model, and a user's own parts."""
 
 import ast
 import functools
@@ -32,13 +32,12 @@ def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model, and a user's own tasks, reward
-    functions and data files.
-    """
-    tasks = {experiment.task.name, *(t.name for t in experiment.evaluation.benchmarks.values())}
-    options = {v for t in (experiment.task, *experiment.evaluation.benchmarks.values()) for v in t.options.values() if isinstance(v, str)}
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model, and a user's own parts and data files."""
+    tasks = (experiment.task, *experiment.evaluation.benchmarks.values())
+    options = {v for t in tasks for v in t.options.values() if isinstance(v, str)}
+    parts = options | {t.name for t in tasks} | {experiment.algorithm.anchor, experiment.overlap.rule, experiment.reward.path or ""}
     data = [_file_digest(file, file.stat().st_mtime_ns) for file in map(Path, sorted(options)) if file.is_file()]
-    inputs = [_model_digest(experiment.model.path), *(_task_digest(name) for name in sorted(tasks | options)), *data]
+    inputs = [_model_digest(experiment.model.path), *(_own_digest(name) for name in sorted(parts)), *data]
     settings = experiment.model_dump(mode="json", exclude={"runtime": {"ray_address"}})  # where a cluster is changes nothing that it computes
     text = json.dumps([settings, seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -52,8 +51,8 @@ def _model_digest(path: str) -> str:
     return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
 
 
-def _task_digest(name: str) -> str:
-    """SHA-256 of the module behind `module:function`; empty for a built-in task, and where there is no such file, which loading the task reports."""
+def _own_digest(name: str) -> str:
+    """SHA-256 of the module behind `module:function`; empty for what is built in, and where there is no such file, which using it reports."""
     module = name.partition(":")[0] if ":" in name else ""
     try:
         file = Path(importlib.util.find_spec(module).origin) if module else None

@@ -20,7 +20,7 @@ import pandas as pd
 
 from nowait.checkpoint import cannot_write
 
-NAMESPACES = ("train", "stale", "rollout", "time", "perf", "overlap", "eval")  # of the metrics, whose names and meanings the README lists
+NAMESPACES = ("train", "stale", "rollout", "time", "perf", "overlap", "eval")  # of the metrics, whose names and meanings docs/metrics.md lists
 
 
 def cut_unfinished_line(file: BinaryIO) -> None:

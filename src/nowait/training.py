@@ -187,7 +187,8 @@ async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, D
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
         (device,) = roles["reward"]
-        await devices[device].place("reward", REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
+        own = ":" in path and not path.startswith(("asset:", "gguf:"))  # module:function of a scorer of the user's
+        await devices[device].place("reward", path if own else REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
         crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
     if experiment.algorithm.kl_coef:
         (device,) = roles["reference"]

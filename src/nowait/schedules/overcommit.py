@@ -6,7 +6,9 @@ R_t is the mean reward of the batch of training step t, w the window.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+
+from nowait.runtime.device import resolve
 
 SIGNIFICANCE = 0.05  # one-sided, of the rise that rule trend asks for
 TAIL_WORTH = 0.1  # rule trend overcommits where at least this share of the generation time has fewer than half of the slots live
@@ -19,19 +21,19 @@ class OvercommitController:
     algorithm1: the paper's Algorithm 1: the step is max(1, Δ // 4); the definition of its d is not known to us, so the direction is slope's.
     trend: ours: +1 where the rise of the last w rewards (least squares) is significant and there is a tail to remove, else -1.
     fixed: always `initial`.
+    module:function: the user's, called once per step as soon as window + 1 rewards are there: (rewards, Δ, tail fraction) -> change of Δ.
     Raises ValueError for limits or a window that make no sense, and for a reward that is NaN.
     """
 
-    def __init__(
-        self, initial: int, minimum: int, maximum: int, window: int, rule: Literal["slope", "algorithm1", "trend", "fixed"] = "slope"
-    ) -> None:
+    def __init__(self, initial: int, minimum: int, maximum: int, window: int, rule: str = "slope") -> None:
         if not 0 <= minimum <= initial <= maximum:
             raise ValueError(f"0 <= minimum <= initial <= maximum must hold: minimum {minimum}, initial {initial}, maximum {maximum}")
-        if rule not in ("slope", "algorithm1", "trend", "fixed"):
-            raise ValueError(f"unknown rule {rule!r}: choose slope, algorithm1, trend or fixed")
+        if rule not in RULES and ":" not in rule:
+            raise ValueError(f"unknown rule {rule!r}: choose slope, algorithm1, trend or fixed, or write module:function for your own")
         if window < (shortest := 3 if rule == "trend" else 1):
             raise ValueError(f"rule {rule} needs a window of at least {shortest} training steps, got {window}")
-        self.delta, self.minimum, self.maximum, self.window, self.rule = initial, minimum, maximum, window, rule
+        self.delta, self.minimum, self.maximum = initial, minimum, maximum
+        self._change: Rule = RULES[rule] if rule in RULES else resolve(rule)
         self._needed = window if rule == "trend" else window + 1
         self._rewards: list[float] = []  # the last ones needed, oldest first
 
@@ -40,22 +42,33 @@ class OvercommitController:
         if not math.isfinite(mean_reward):
             raise ValueError(f"the mean reward is {mean_reward}")
         self._rewards = [*self._rewards, float(mean_reward)][-self._needed :]
-        if self.rule != "fixed" and len(self._rewards) == self._needed:
-            size = max(1, self.delta // 4) if self.rule == "algorithm1" else 1
-            step = size if self._rising(tail_fraction) else -size
+        if len(self._rewards) == self._needed:
+            step = self._change(self._rewards, self.delta, tail_fraction)
             self.delta = min(self.maximum, max(self.minimum, self.delta + step))
         return self.delta
-
-    def _rising(self, tail_fraction: float | None) -> bool:
-        if self.rule != "trend":
-            return self._rewards[-1] > self._rewards[0]
-        return (tail_fraction is None or tail_fraction >= TAIL_WORTH) and rise_probability(self._rewards) < SIGNIFICANCE
 
     def get_state(self) -> dict:
         return {"delta": self.delta, "rewards": list(self._rewards)}
 
     def set_state(self, state: dict) -> None:
         self.delta, self._rewards = state["delta"], list(state["rewards"])
+
+
+def _slope(rewards: list[float], delta: int, tail_fraction: float | None) -> int:
+    return 1 if rewards[-1] > rewards[0] else -1
+
+
+def _algorithm1(rewards: list[float], delta: int, tail_fraction: float | None) -> int:
+    return max(1, delta // 4) * _slope(rewards, delta, tail_fraction)
+
+
+def _trend(rewards: list[float], delta: int, tail_fraction: float | None) -> int:
+    worth = tail_fraction is None or tail_fraction >= TAIL_WORTH
+    return 1 if worth and rise_probability(rewards) < SIGNIFICANCE else -1
+
+
+Rule = Callable[[list[float], int, float | None], int]  # the last rewards, oldest first; Δ; tail fraction -> change of Δ, before its limits
+RULES: dict[str, Rule] = {"slope": _slope, "algorithm1": _algorithm1, "trend": _trend, "fixed": lambda rewards, delta, tail_fraction: 0}
 
 
 def rise_probability(values: list[float]) -> float:

@@ -24,6 +24,7 @@ from nowait.algorithms.losses import decoupled_ppo_loss, finish_stats, merge_sta
 from nowait.algorithms.proximal import alpha, interpolate, staleness
 from nowait.batch import Batch, Weights, length_groups
 from nowait.config import AlgorithmConfig, LearnerConfig
+from nowait.runtime.device import resolve
 from nowait.workers import lora
 from nowait.workers.models import checkpoint_layers, hidden_states, load_policy, on
 
@@ -280,7 +281,7 @@ class HFLearner:
             "behave": lambda: behav,
             "reuse": lambda: theta.detach(),
         }
-        anchor = prox if prox is not None else approximations[a.anchor]()
+        anchor = prox if prox is not None else approximations.get(a.anchor, lambda: resolve(a.anchor)(behav, theta.detach(), d))()
         loss, stats = decoupled_ppo_loss(theta, anchor, behav, advantages, mask, behav_weight_cap=a.behav_weight_cap, cap_mode=a.cap_mode, **clip)
         if a.anchor == "diagnostic":
             stats |= {f"prox_abs_error/{name}_sum": (make() - prox).abs().where(mask, 0).double().sum() for name, make in approximations.items()}
