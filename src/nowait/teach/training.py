@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nowait.analysis.drawing import curve, finish, measured_curves, seeds, styled
+from nowait.analysis.drawing import curve, finish, measured_curves, styled
 from nowait.analysis.tables import tidy
 from nowait.reproduce import figures_dir
 
@@ -31,7 +31,7 @@ def panels(results: dict[str, list], columns: dict[str, str]) -> Figure:
     figure, frame = Figure(figsize=(7.6, 2.2 * len(columns) + 0.7), layout="constrained"), tidy(results, list(columns))
     for ax, (column, label) in zip(figure.subplots(len(columns), 1, sharex=True), columns.items(), strict=True):
         measured_curves(ax, frame, "step", column)
-        ax.set_title(f"{label}, {seeds(frame)}", loc="left")
+        ax.set_title(f"{label}, n = {frame['seed'].nunique()}", loc="left")
         ax.label_outer()
     return finish(figure)
 
