@@ -82,7 +82,7 @@ def test_names_with_spaces_dots_and_letters_of_any_language_are_folders(tmp_path
 
 
 def test_an_empty_scale_is_not_the_default():
-    with pytest.raises(ConfigError, match="'' is not one of this file's scales; choose from: paper, cpu, smoke"):
+    with pytest.raises(ConfigError, match="'' is not one of this file's scales; choose from: paper, cpu, gpu1, smoke"):
         config.load("a3po/setup1", scale="")
 
 
