@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nowait.config import TaskConfig
 from nowait.tasks import load
-from nowait.tasks.arithmetic import Arithmetic
+from nowait.tasks.arithmetic import Arithmetic, Asked
 
 rows = st.integers(0, 9_999)
 WIDE = Arithmetic(operand_mean=8.0, operand_cap=64)
@@ -154,3 +154,11 @@ def test_a_floor_leaves_out_shorter_chains(row):
 def test_a_floor_above_the_cap_is_refused():
     with pytest.raises(ValueError, match=r"operand_floor \(13\) is above operand_cap \(12\)"):
         Arithmetic(operand_floor=13)
+
+
+@pytest.mark.parametrize(("response", "reward"), [("3 + 4 equals 7.", 1.0), ("It is 7, not 8", 0.0), ("17", 0.0), ("seven", 0.0), ("7", 1.0)])
+def test_a_chat_model_is_asked_in_words_and_the_last_number_of_its_answer_counts(response, reward):
+    task = Asked(operand_cap=2)
+    row = next(row for row in range(1000) if task.operands("train", row) == [3, 4])
+    assert task.prompt("train", row) == [{"role": "user", "content": "What is 3 + 4? Answer with a number."}]
+    assert task.reward("train", row, response) == reward

@@ -196,7 +196,7 @@ def test_with_a_critic_on_the_policys_states_adapters_and_value_head_are_trained
 
 @needs_peft
 def test_a_training_with_adapters_resumes_bit_for_bit_and_its_policy_is_a_plain_checkpoint(tiny, tmp_path):
-    x = experiment(tiny, "loglinear", "model.lora_rank=4", "schedule.checkpoint_every=3")
+    x = experiment(tiny, "loglinear", "model.lora_rank=4", "model.gradient_checkpointing=true", "schedule.checkpoint_every=3")
     records, weights = train(x, tmp_path / "policy")
     assert all(m["train/grad_norm"] > 0 and m.get("train/sampler_gap", 0) < EXACT for m in steps(records))
     (state,) = [r.state for r in records if r.state is not None and r.step == 3]

@@ -5,7 +5,6 @@ The number of operands is long-tailed, and with it the length of a response: wha
 
 Demonstrations for the supervised warm start come in two styles, terse `10;19;#19` and restating `7+3=10;10+9=19;#19`, so that length
 varies within a prompt and can drift under RL, and with a stated share of wrong sums, so that RL has a better mode to sharpen.
-For a chat model, `chat` asks in words and grades the last number of the answer.
 A prompt belongs to one split: a hash of its text decides, 1 in 8 are for evaluation, so that what is evaluated was never trained on.
 """
 
@@ -38,7 +37,6 @@ class Arithmetic(Model):
     restate_share: Fraction = 0.4  # demonstrations that restate the operands
     restate_cap: Annotated[int, Field(ge=0)] = 12  # longest chain, in operands, demonstrated in that style: long ones would triple
     corrupted_share: Fraction = 0.15  # demonstrated sums that are too large by 1, 2 or 3
-    chat: bool = False  # ask in words, as a message
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def size(self, split: Split) -> int:
@@ -63,17 +61,14 @@ class Arithmetic(Model):
             if len(operands) >= self.operand_floor and (zlib.crc32(bytes(operands)) % HELD_OUT == 0) == (split == "eval"):
                 return operands
 
-    def prompt(self, split: Split, row: int) -> str | list[dict[str, str]]:
-        """E.g. `7+3+9=`, or as a message to a chat model."""
-        operands = [str(operand) for operand in self.operands(split, row)]
-        if self.chat:
-            return [{"role": "user", "content": f"What is {' + '.join(operands)}? Answer with a number."}]
-        return "+".join(operands) + "="
+    def prompt(self, split: Split, row: int) -> str:
+        """E.g. `7+3+9=`."""
+        return "+".join(map(str, self.operands(split, row))) + "="
 
     def reward(self, split: Split, row: int, response: str) -> float:
-        """1.0 if the text after the last `#`, or the last number of a chat model's answer, is the sum, else 0.0."""
-        total = str(sum(self.operands(split, row)))
-        return float(re.findall(r"\d+", response)[-1:] == [total] if self.chat else response.rpartition("#")[1:] == ("#", total))
+        """1.0 if the text after the last `#` is the sum, else 0.0."""
+        answer = response.rpartition("#")[1:]
+        return float(answer == ("#", str(sum(self.operands(split, row)))))
 
     def demonstration(self, split: Split, row: int) -> str:
         """A target of the warm start, in one of the two styles.
@@ -89,6 +84,17 @@ class Arithmetic(Model):
         if not 0 <= row < SIZES[split]:
             raise IndexError(f"row {row} of split {split!r}: it has rows 0 to {SIZES[split] - 1}")
         return np.random.default_rng([self.seed, STREAMS[split], row, attempt, purpose])
+
+
+class Asked(Arithmetic):
+    """The task for chat models: asked in words, as a message; the last number of the answer is graded."""
+
+    def prompt(self, split: Split, row: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"What is {' + '.join(map(str, self.operands(split, row)))}? Answer with a number."}]
+
+    def reward(self, split: Split, row: int, response: str) -> float:
+        """1.0 if the last number of the response is the sum, else 0.0."""
+        return float(re.findall(r"\d+", response)[-1:] == [str(sum(self.operands(split, row)))])
 
 
 def solution(operands: list[int], restate: bool, errors: Iterable[int] = itertools.repeat(0)) -> str:
