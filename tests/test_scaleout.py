@@ -98,10 +98,12 @@ class TwoRanksPPO(_Shown, ShardedPPOLearner): ...
 
 KINDS = {  # settings of the learner, of the algorithm, of the critic
     "GRPO": ({}, {"anchor": "loglinear"}, None),
+    "adapters": ({"lr": 2e-3}, {"anchor": "linear"}, None),
+    "bfloat16 adapters": ({"lr": 1e-2}, {"anchor": "behave"}, None),
     "critic": ({"weight_decay": 0.1}, {"anchor": "ppo", "advantage": "gae", "kl_coef": 0.1, "kl_target": 1.0, "kl_horizon": 100}, {}),
     "shared critic": ({}, {"anchor": "diagnostic", "advantage": "gae", "kl_coef": 0.1}, {"shared": True, "lr": 1e-2}),
 }
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+ALL_KINDS = pytest.mark.parametrize("kind", [kind for kind in KINDS if "bfloat16" not in kind])  # whose rounding depends on the shapes of products
 
 
 class Ranks:
@@ -144,7 +146,10 @@ def pair(tiny, two_processes):
             "algorithm": AlgorithmConfig(**algorithm),
         }
         configs |= {} if critic is None else {"critic": CriticConfig(**critic)}
-        arguments = {"path": tiny, "temperature": 0.9, "seed": 0} | configs | (options or {})
+        if "adapters" in kind:
+            pytest.importorskip("peft")
+        adapters = {"lora_rank": 3, "dtype": "bfloat16" if "bfloat16" in kind else "float32"} if "adapters" in kind else {}
+        arguments = {"path": tiny, "temperature": 0.9, "seed": 0} | configs | adapters | (options or {})
         ending = "" if critic is None else "PPO"
         return globals()[f"OneRank{ending}"](**arguments), two_processes.place(f"TwoRanks{ending}", **arguments)
 
@@ -194,7 +199,7 @@ def test_log_probs_and_values_are_those_of_one_rank_also_where_the_second_has_no
     two.set_state(one.get_state())
     for part in (batch, batch.rows(np.array([3]))):
         np.testing.assert_allclose(two.logp(part), one.logp(part), atol=EXACT)
-        for found, expected in zip(two.values(part), one.values(part), strict=True) if kind != "GRPO" else ():
+        for found, expected in zip(two.values(part), one.values(part), strict=True) if "critic" in kind else ():
             np.testing.assert_allclose(found, expected, atol=EXACT)
             assert np.abs(expected).max() > 1e-3
 
@@ -217,7 +222,7 @@ def test_a_checkpoint_of_one_rank_is_resumed_on_two_and_the_other_way_round(pair
     assert one.digest() == two.digest()
 
 
-@ALL_KINDS
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_published_and_saved_is_whole(pair, batch, kind, tmp_path):
     one, two = pair(kind, options={"snapshots": str(tmp_path)})
     step(two, batch)
@@ -228,7 +233,7 @@ def test_what_is_published_and_saved_is_whole(pair, batch, kind, tmp_path):
     two.save(str(tmp_path / "two"))
     one.save(str(tmp_path / "one"))
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
-    assert len(files) == {"GRPO": 3, "critic": 6, "shared critic": 4}[kind]
+    assert len(files) == {"critic": 6, "shared critic": 4}.get(kind, 3)
     for file in files:
         assert (tmp_path / "two" / file).read_bytes() == (tmp_path / "one" / file).read_bytes(), file
 
@@ -317,7 +322,7 @@ def test_at_cpu_scale_ray_actors_train_bit_for_bit_like_processes_and_leave_noth
 
 @needs_ray
 @pytest.mark.slow
-def test_ray_actors_give_results_and_errors_of_their_own_and_one_that_is_killed_is_a_failed_device(ray_here):
+def test_ray_actors_give_results_and_errors_of_their_own_and_one_that_is_killed_is_a_failed_device(ray_here, monkeypatch):
     async def main(device, other):
         assert await device.run("w", "note", 1) == ("gpu0", [1]) and await other.run("w", "threads") == "1"
         with pytest.raises(ArithmeticError) as caught:
@@ -330,6 +335,11 @@ def test_ray_actors_give_results_and_errors_of_their_own_and_one_that_is_killed_
             await device.run("w", "sleep", 60)
         with pytest.raises(DeviceFailed, match=r"device 'gpu0' died while running w\.note"):
             await device.run("w", "note", 1)
+        monkeypatch.setattr(sys.modules["nowait.runtime.ray_executor"], "START", 1.0)
+        large = ray_executor()(gpus=64)
+        with pytest.raises(RuntimeError, match=r"no machine .* has had {'num_cpus': 0, 'num_gpus': 64} free for 1 seconds: see `ray status`"):
+            large.submit("place", "w", Worker, {})
+        large.close()
         return caught.value.args, await other.run("w", "pid")
 
     args, pid = on(WallClock(), main, ray_executor(), names=("gpu0", "gpu1"))
@@ -344,6 +354,6 @@ def test_an_address_without_a_cluster_is_named(monkeypatch):
 
 
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nowait.runtime.ray_executor", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'nowait-rl\[ray\]'"):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"runtime.executor=ray needs ray, .* pip install -e '.\[ray\]'"):
         list(runs.steps(load("a3po/setup1", "smoke", ["runtime.executor=ray"]), 0))

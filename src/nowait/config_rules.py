@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, object]] = {
         "schedule.max_staleness": 0,
         "algorithm.anchor": "behave",
         "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
+        "learner.ranks": 1,
     },
     "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
     "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},

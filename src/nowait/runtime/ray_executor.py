@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from nowait.runtime.device import _Host
 
@@ -64,14 +64,21 @@ class RayExecutor:
         self._pending: set[Future] = set()
 
     def submit(self, action: str, *args) -> Future:
-        if not self._placed and not ray.wait([self._actor.__ray_ready__.remote()], timeout=START)[0]:
-            raise RuntimeError(f"no node has had {self._wanted} free for {START:.0f} seconds (`ray status` lists them): add nodes, or ask for less")
-        self._placed = True
+        if not self._placed:
+            self._wait_for_place()
         future: Future = Future()
         future.set_running_or_notify_cancel()
         self._pending.add(future)
         self._actor.act.remote(action, args).future().add_done_callback(partial(self._settle, future))
         return future
+
+    def _wait_for_place(self) -> None:
+        try:
+            ray.get(self._actor.__ray_ready__.remote(), timeout=START)
+        except GetTimeoutError as error:
+            what = f"no machine of the Ray cluster has had {self._wanted} free for {START:.0f} seconds"
+            raise RuntimeError(f"{what}: see `ray status`, then add machines, or change runtime.gpus and learner.ranks") from error
+        self._placed = True
 
     def _settle(self, future: Future, done: Future) -> None:
         try:

@@ -106,9 +106,9 @@ class _Sharded:
         return {name: self._whole(weight) for name, weight in super()._tensors(module).items() if name not in tied}
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On rank 0; the others take part in gathering a tensor and keep nothing but numbers."""
+        """On the CPU of rank 0; the others take part in gathering a tensor and keep nothing but numbers."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.new_empty(0) if self._rank and whole.ndim else whole
+        return whole.new_empty(0) if self._rank and whole.ndim else whole.cpu()
 
     def _placed(self, array: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
         whole = super()._placed(array, parameter)
