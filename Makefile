@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-nowait
 
 .DEFAULT_GOAL := help
-.PHONY: help venv reproduce test test-vllm test-newest figures figures-full smoke bench lint clean
+.PHONY: help venv reproduce test test-slow test-vllm test-newest figures figures-full smoke bench lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -36,8 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 reproduce: $(STAMP) ## train, execute the notebooks, write figures/ and figures/report.md; PAPER=all SCALE=cpu SEEDS=1
 	$(BIN)/nowait reproduce --paper $(PAPER) --scale $(SCALE) --seeds $(SEEDS)
 
-test: $(STAMP) ## the whole test suite, on two cores
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP) ## the test suite, on two cores
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-slow: $(STAMP) ## the other tests, in minutes: notebooks, killed processes, a browser, a cluster, a model of 135 million parameters
+	$(BIN)/python -m pytest -n 2 -m slow
 
 # $(call apart,FOLDER,PINS,PACKAGES): an environment of its own, made by uv with pip's sources; PACKAGES do not fit these PINS of constraints.txt.
 define apart
