@@ -34,6 +34,12 @@ class Request:
         """Sequence ids of the samples: request id * n + sample."""
         return range(self.id * self.n, (self.id + 1) * self.n)
 
+    def check_fits(self, capacity: int) -> None:
+        """Raise ValueError where prompt and longest response exceed a cache of `capacity` tokens per sequence."""
+        if len(self.prompt) + self.max_new_tokens > capacity:
+            size = f"{len(self.prompt)} prompt + {self.max_new_tokens} new tokens"
+            raise ValueError(f"request {self.id}: {size} exceed the cache of {capacity}")
+
 
 @dataclass
 class Segments:

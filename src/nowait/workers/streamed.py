@@ -56,9 +56,7 @@ class Streamed:
                 raise ValueError(f"request {request.id} was admitted twice")
             if request.n != self.n:
                 raise ValueError(f"request {request.id} has {request.n} samples, this worker was built for {self.n}")
-            if len(request.prompt) + request.max_new_tokens > self.capacity:
-                size = f"{len(request.prompt)} prompt + {request.max_new_tokens} new tokens"
-                raise ValueError(f"request {request.id}: {size} exceed the cache of {self.capacity}")
+            request.check_fits(self.capacity)
         if len(requests) * self.n > len(self._free):
             raise ValueError(f"{len(requests)} requests x {self.n} samples exceed the {len(self._free)} free slots: finish or drop others first")
         for request in requests:

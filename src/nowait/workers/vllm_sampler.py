@@ -76,10 +76,7 @@ class VLLMSampler:
 
     def admit(self, requests: list[Request]) -> None:
         for request in requests:
-            if len(request.prompt) + request.max_new_tokens > self._capacity:
-                raise ValueError(
-                    f"request {request.id}: {len(request.prompt)} prompt + {request.max_new_tokens} new tokens exceed the cache of {self._capacity}"
-                )
+            request.check_fits(self._capacity)
             self._waiting.extend(_Sequence(request, sample, []) for sample in range(request.n))
 
     def load(self, weights: Weights) -> int:
