@@ -6,6 +6,7 @@ Response-aligned arrays [S, T] hold no prompt; index t is the token it describes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -131,18 +132,34 @@ def length_groups(lengths: np.ndarray | list[int], most: int | None = None) -> I
 
 def pad(rows: list[np.ndarray], fill, dtype) -> np.ndarray:
     """Right-pad 1-D arrays to one [len(rows), longest] array (at least one column)."""
-    out = np.full((len(rows), max([1, *map(len, rows)])), fill, dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
+    return _padded(np.concatenate([np.empty(0, dtype), *rows]), np.array([len(row) for row in rows], np.int64), fill, dtype)
+
+
+def _padded(values: np.ndarray, lengths: np.ndarray, fill, dtype) -> np.ndarray:
+    """Rows of these `lengths`, whose values follow one another."""
+    out = np.full((len(lengths), lengths.max(initial=1)), fill, dtype)
+    out[np.arange(out.shape[1]) < lengths[:, None]] = values
     return out
 
 
 @dataclass
 class _Sequence:
-    token: list = field(default_factory=list)  # one array per round
-    logp: list = field(default_factory=list)
-    version: list = field(default_factory=list)
+    parts: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)  # of each round: tokens, log-probs, version
     finish: int = RUNNING
+
+
+def _columns(sequences: list[_Sequence]) -> dict[str, np.ndarray]:
+    """What sequences hold, one after the other, and the length of each."""
+    parts = [part for s in sequences for part in s.parts]
+    lengths = np.array([len(token) for token, _, _ in parts], np.int64)
+    owner = np.repeat(np.arange(len(sequences)), [len(s.parts) for s in sequences])
+    return {
+        "token": np.concatenate([np.empty(0, np.int32), *(token for token, _, _ in parts)]),
+        "logp": np.concatenate([np.empty(0, np.float32), *(logp for _, logp, _ in parts)]),
+        "version": np.repeat(np.array([version for _, _, version in parts], np.int32), lengths),
+        "length": np.bincount(owner, lengths, len(sequences)).astype(np.int64),
+        "finish": np.array([s.finish for s in sequences], np.uint8),
+    }
 
 
 class Rollouts:
@@ -152,6 +169,7 @@ class Rollouts:
         self.n = n
         self.requests: dict[int, Request] = {}
         self._sequences: dict[int, _Sequence] = {}
+        self._running: dict[int, int] = {}  # request -> samples that have not finished
         self.oldest: dict[int, int] = {}  # request -> version of its first token
         self.tokens = 0  # response tokens held: generated and not yet taken for training
 
@@ -162,105 +180,102 @@ class Rollouts:
         for request in requests:
             if request.id in self.requests:
                 raise ValueError(f"request {request.id} was admitted twice")
-            self.requests[request.id] = request
+            self.requests[request.id], self._running[request.id] = request, self.n
             self._sequences.update((s, _Sequence()) for s in request.sequences)
 
     def add(self, segments: Segments) -> list[int]:
         """Append a round; returns the ids of the requests that it completed, in submission order."""
-        offset, version = segments.offset.tolist(), np.full(len(segments.token), segments.version, np.int32)
-        ended = set()
-        for i, (sid, finish) in enumerate(zip(segments.sequence.tolist(), segments.finish.tolist(), strict=True)):
-            sequence, span, request = self._sequences[sid], slice(offset[i], offset[i + 1]), sid // self.n
+        version, tokens, logps, done = segments.version, segments.token, segments.logp_behav, []
+        bounds = itertools.pairwise(segments.offset.tolist())
+        for sid, finish, (first, end) in zip(segments.sequence.tolist(), segments.finish.tolist(), bounds, strict=True):
+            sequence = self._sequences[sid]
             if sequence.finish != RUNNING:
                 raise ValueError(f"sequence {sid} had finished and got more tokens")
-            sequence.token.append(segments.token[span])
-            sequence.logp.append(segments.logp_behav[span])
-            sequence.version.append(version[span])
-            sequence.finish = finish
-            self.oldest.setdefault(request, segments.version)  # versions only grow
+            if not sequence.parts:
+                self.oldest.setdefault(sid // self.n, version)  # versions only grow
+            sequence.parts.append((tokens[first:end], logps[first:end], version))
             if finish != RUNNING:
-                ended.add(request)
-        self.tokens += len(segments.token)
-        return sorted(r for r in ended if self.complete(r))
+                sequence.finish, request = finish, sid // self.n
+                self._running[request] -= 1
+                if self.complete(request):
+                    done.append(request)
+        self.tokens += len(tokens)
+        return sorted(done)
 
     def complete(self, request: int) -> bool:
-        return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)
+        return not self._running[request]
 
     def segments(self, requests: list[int]) -> Segments:
         """All that the sequences of these requests hold, as if one round had brought it."""
         sids = [s for r in requests for s in self.requests[r].sequences]
-        held = [self._sequences[s] for s in sids]
-        lengths = [sum(map(len, s.token)) for s in held]
+        held = _columns([self._sequences[s] for s in sids])
         return Segments(
             sequence=np.array(sids, np.int64),
-            offset=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            token=np.concatenate([part for s in held for part in s.token]),
-            logp_behav=np.concatenate([part for s in held for part in s.logp]),
-            finish=np.array([s.finish for s in held], np.uint8),
-            version=max(int(part[-1]) for s in held for part in s.version if len(part)),
+            offset=np.concatenate([[0], np.cumsum(held["length"])]),
+            token=held["token"],
+            logp_behav=held["logp"],
+            finish=held["finish"],
+            version=int(held["version"].max()),
         )
 
     def take(self, requests: list[int], step: int) -> Batch:
         """Remove complete requests and return them as the batch of training step `step`, rewards still to be filled in."""
         if unfinished := [r for r in requests if not self.complete(r)]:
             raise ValueError(f"requests {', '.join(map(str, unfinished))} are not complete and cannot be taken for step {step}")
+        owners = [self.requests[r] for r in requests for _ in range(self.n)]
         sids = [s for r in requests for s in self.requests[r].sequences]
-        owners = [self.requests[s // self.n] for s in sids]
-        done = [self._sequences.pop(s) for s in sids]
-        for r in requests:
-            del self.requests[r], self.oldest[r]
-        token = [np.concatenate(s.token) for s in done]
-        self.tokens -= sum(map(len, token))
+        held = self._remove(requests)
+        length = held["length"]
         return Batch(
             step=step,
             sequence=np.array(sids, np.int64),
             group=np.array([o.id for o in owners], np.int64),
             prompt=pad([o.prompt for o in owners], 0, np.int32),
             prompt_length=np.array([len(o.prompt) for o in owners], np.int32),
-            token=pad(token, 0, np.int32),
-            length=np.array([len(t) for t in token], np.int32),
-            logp_behav=pad([np.concatenate(s.logp) for s in done], 0.0, np.float32),
-            version=pad([np.concatenate(s.version) for s in done], -1, np.int32),
-            finish=np.array([s.finish for s in done], np.uint8),
+            token=_padded(held["token"], length, 0, np.int32),
+            length=length.astype(np.int32),
+            logp_behav=_padded(held["logp"], length, 0.0, np.float32),
+            version=_padded(held["version"], length, -1, np.int32),
+            finish=held["finish"],
             reward=np.zeros(len(sids), np.float32),
             keep=np.ones(len(sids), bool),
         )
 
     def drop(self, requests: list[int]) -> None:
+        self._remove(requests)
+
+    def _remove(self, requests: list[int]) -> dict[str, np.ndarray]:
+        """Forget requests; what their sequences held."""
+        held = _columns([self._sequences.pop(s) for r in requests for s in self.requests.pop(r).sequences])
+        self.tokens -= len(held["token"])
         for r in requests:
-            for s in self.requests.pop(r).sequences:
-                self.tokens -= sum(map(len, self._sequences.pop(s).token))
+            del self._running[r]
             self.oldest.pop(r, None)
+        return held
 
     def get_state(self) -> dict:
-        requests, ids = list(self.requests.values()), list(self._sequences)
-        lengths = [sum(map(len, s.token)) for s in self._sequences.values()]
-
-        def joined(name: str, dtype) -> np.ndarray:
-            return np.concatenate([np.empty(0, dtype), *(part for s in self._sequences.values() for part in getattr(s, name))]).astype(dtype)
-
+        held = _columns(list(self._sequences.values()))
         return {
-            "requests": pack_requests(requests),
-            "sequence": np.array(ids, np.int64),
-            "offset": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            "finish": np.array([s.finish for s in self._sequences.values()], np.uint8),
-            "token": joined("token", np.int32),
-            "logp": joined("logp", np.float32),
-            "version": joined("version", np.int32),
+            "requests": pack_requests(list(self.requests.values())),
+            "sequence": np.array(list(self._sequences), np.int64),
+            "offset": np.concatenate([[0], np.cumsum(held.pop("length"))]),
+            **held,
         }
 
     def set_state(self, state: dict) -> None:
         self.__init__(self.n)
         self.admit(unpack_requests(state["requests"]))
+        token, logp, version, offset = (state[k] for k in ("token", "logp", "version", "offset"))
+        starts = np.union1d(offset[:-1], 1 + np.flatnonzero(np.diff(version)))  # of a sequence or of a version
         for i, sid in enumerate(state["sequence"].tolist()):
-            span = slice(state["offset"][i], state["offset"][i + 1])
-            if span.start == span.stop:
-                continue
-            sequence = self._sequences[sid]
-            sequence.token, sequence.logp, sequence.version = ([state[k][span]] for k in ("token", "logp", "version"))
-            sequence.finish = int(state["finish"][i])
-            self.tokens += int(span.stop - span.start)
-            self.oldest[sid // self.n] = min(int(state["version"][span.start]), self.oldest.get(sid // self.n, np.iinfo(np.int32).max))
+            first, end = offset[i : i + 2].tolist()
+            cuts = [*starts[(starts >= first) & (starts < end)].tolist(), end]
+            parts = [(token[a:b], logp[a:b], int(version[a])) for a, b in itertools.pairwise(cuts)]
+            self._sequences[sid] = _Sequence(parts, int(state["finish"][i]))
+            self._running[sid // self.n] -= state["finish"][i] != RUNNING
+            if parts:
+                self.oldest[sid // self.n] = min(parts[0][2], self.oldest.get(sid // self.n, parts[0][2]))
+        self.tokens = len(token)
 
 
 def pack_requests(requests: list[Request]) -> dict:
