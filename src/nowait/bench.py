@@ -42,7 +42,7 @@ def asynchronous(config: str = "a3po/setup1", scale: str = "cpu", clock: str = "
     return step_times({m: configs.load(config, scale, method=m) for m in METHODS}, clock, blocks)
 
 
-def overlap(config: str = "oppo/stackexchange_3b", scale: str = "cpu", clock: str = "measured", blocks: int = 3) -> dict:
+def overlap(config: str = "oppo/stackexchange_7b", scale: str = "cpu", clock: str = "measured", blocks: int = 3) -> dict:
     """`step_times` of a config's variants with a fixed Δ each."""
     return step_times(variants(lambda method, more: configs.load(config, scale, more, method)), clock, blocks)
 

@@ -84,6 +84,7 @@ def train(
     config: Config,
     scale: Annotated[str | None, typer.Option(help="a scale of the config, or paper; by default cpu")] = None,
     method: Annotated[str | None, typer.Option(help="a key of nowait.config.METHODS, such as recompute")] = None,
+    variant: Annotated[str | None, typer.Option(help="one of the config's `variants`, such as areal in a3po/setup1")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 1,
     setting: Setting = None,
     no_wandb: NoWandb = False,
@@ -93,42 +94,43 @@ def train(
     from nowait import description, runs
     from nowait.config import load
 
-    experiment = load(config, scale, setting, method)
+    experiment = load(config, scale, setting, method, variant)
     _print_aligned(description.describe(runs.run(experiment, seed, out, use_wandb=not no_wandb, progress=True)))
 
 
 @app.command()
 def sample(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts")],
+    prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts; what a user says, where the model has a chat template")],
     samples: Annotated[int, typer.Option(min=1)] = 4,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Let a trained policy answer a prompt, at the temperature of its training."""
-    import torch
+    import numpy as np
     from transformers.utils import logging
 
     from nowait import tasks
+    from nowait.batch import LENGTH, Request
     from nowait.config import TaskConfig
-    from nowait.workers.models import eos_ids
+    from nowait.training import load_tokenizer
+    from nowait.workers.sampler import HFSampler, generate
 
     logging.disable_progress_bar()
     result = _trained(_find(run))
-    config = result.manifest["config"]
-    model, tokenizer = result.policy()
+    config, path = result.manifest["config"], str(result.path / "policy")
+    encode, _, tokenizer = load_tokenizer(path)
     unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
     if unknown or not prompt:
         what = f"--prompt has {' '.join(unknown)!r}, which the policy's tokenizer does not know" if unknown else "--prompt is empty"
         example = tasks.load(TaskConfig(**config["task"])).prompt("eval", 0)
         raise ValueError(f"{what}; a prompt of this run's task: {example}")
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    longest, temperature = config["sampler"]["max_new_tokens"], config["sampler"]["temperature"]
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
-    responses = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **sampling)[:, ids.shape[1] :]
-    for response in responses.tolist():
-        ended = any(token in response for token in eos_ids(model))
-        print(tokenizer.decode(response, skip_special_tokens=True) + ("" if ended else f"  [cut at {longest} tokens]"))
+    ids = np.array(encode([{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt), np.int32)
+    sampling, longest = config["sampler"], config["sampler"]["max_new_tokens"]
+    cache = {"slots": min(samples, sampling["slots"]), "capacity": len(ids) + longest}
+    sampler = HFSampler(path, dtype=config["model"]["dtype"], temperature=sampling["temperature"], seed=seed, **cache)
+    batch = generate(sampler, [Request(0, ids, samples, longest)])
+    for token, length, finish in zip(batch.token, batch.length, batch.finish, strict=True):
+        print(tokenizer.decode(token[:length], skip_special_tokens=True) + (f"  [cut at {longest} tokens]" if finish == LENGTH else ""))
 
 
 @app.command()
@@ -210,8 +212,9 @@ def diff(a: Run, b: Run) -> None:
 
     left, right = _find(a), _find(b)
     settings = config.diff(description.settings(left), description.settings(right))
-    facts = zip(description.facts(left), description.facts(right), strict=True)
-    rows = [[key, str(x), str(y)] for key, x, y in [*settings, *((key, x, y) for (key, x), (_, y) in facts)] if x != y]
+    one, other = dict(description.facts(left)), dict(description.facts(right))
+    facts = ((key, one.get(key, "-"), other.get(key, "-")) for key in one | other)
+    rows = [[key, str(x), str(y)] for key, x, y in [*settings, *facts] if x != y]
     _print_aligned([["", description.name(left), description.name(right)], *rows])
 
 

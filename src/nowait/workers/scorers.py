@@ -61,7 +61,8 @@ class RuleScorer:
                 ) from error
             return None
         if not np.isfinite(reward):
-            raise FloatingPointError(f"the reward function returned {reward} on {self._split} row {row}")
+            what = f"the reward function of {type(self._task).__name__} returned {reward} on {self._split} row {row}"
+            raise FloatingPointError(f"{what}: return a finite number, or raise an exception where there is no grade")
         return reward
 
     def get_state(self) -> dict:
