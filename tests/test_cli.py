@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import nbformat
 import pytest
@@ -83,6 +84,7 @@ def test_module_and_command_are_the_same():
     [
         (["train", "a3po/setup1", "--set", "learner.lrr=1"], "learner.lrr: unknown key"),
         (["train", "a3po/setup1", "--method", "ppo"], "unknown method 'ppo'"),
+        (["train", "a3po/setup1", "--variant", "trl"], "variants: 'trl' is not one of this file's variants; choose from: areal"),
         (["runs", "show", "x"], "there are none"),
         (["bench", "schedule"], "no bench 'schedule'; choose one of async, overlap, sampler, proximal"),
         (["bench", "sampler", "--clock", "wall"], "bench sampler takes no clock"),
@@ -129,6 +131,14 @@ def test_train_hands_on_every_option(trained, tmp_path, capsys):
 def test_train_uses_the_default_scale_folder_and_wandb(trained):
     assert main(["train", "a3po/setup1"]) == 0
     assert trained == [(load("a3po/setup1"), 1, None, True)]
+
+
+def test_a_variant_is_trained_and_its_shown_command_repeats_it(trained, capsys):
+    assert main(["train", "a3po/setup1", "--scale", "paper", "--variant", "areal"]) == 0
+    expected = load("a3po/setup1", "paper", variant="areal")
+    assert trained[0][0] == expected != load("a3po/setup1", "paper")
+    command = shlex.split(shown_command(RunResult(runs.folder(expected, 1)), capsys))
+    assert main(command[1:]) == 0 and trained[1][0] == expected
 
 
 def shown_command(result: RunResult, capsys) -> str:
@@ -224,6 +234,24 @@ def test_diff_lists_what_differs_and_nothing_else(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+def test_diff_shows_packages_that_only_one_of_the_runs_had(capsys):
+    a, b = record(load("a3po/setup1"), 1), record(load("a3po/setup1"), 2, versions={"python": "3.9", "vllm": "0.32"})
+    here = a.manifest["versions"]
+    assert main(["runs", "diff", str(a.path), str(b.path)]) == 0
+    rows = [re.split(r"  +", row) for row in capsys.readouterr().out.splitlines()[1:]]
+    gone = [[name, version, "-"] for name, version in here.items() if name not in ("python", "vllm")]
+    assert rows == [["seed", "1", "2"], ["python", here["python"], "3.9"], *gone, ["vllm", here.get("vllm", "-"), "0.32"]]
+
+
+@pytest.mark.parametrize(("every", "first"), [(0, []), (1, METRICS[:1])])
+def test_the_bar_of_a_sweep_counts_training_steps_with_or_without_an_evaluation_before_them(monkeypatch, every, first):
+    x = load("a3po/setup1", overrides=[f"schedule.eval_every={every}", "schedule.steps=2"])
+    assert runs._steps_recorded(x, 1) == 0
+    for done in (0, 1, 2):
+        record(x, metrics=[*first, *METRICS[1 : 1 + done]])
+        assert runs._steps_recorded(x, 1) == done
+
+
 # A trained policy
 
 
@@ -250,6 +278,16 @@ def test_sample_marks_responses_without_an_end(capsys, folders):
     (result.path / "policy").symlink_to(Path(reproduction.__file__).parent / "data" / "policy_small")
     assert main(["sample", str(result.path), "--prompt", "3+4+5=", "--samples", "1"]) == 0
     assert re.fullmatch(r"\S\S  \[cut at 2 tokens\]\n", capsys.readouterr().out)
+
+
+def test_sample_gives_a_model_with_a_chat_template_its_prompt_as_a_user_message(folders, capsys):
+    """The template makes `3+4+5=` of `3+4+5`; given the text alone, the policy would first go on with the sum."""
+    result, shipped = record(load("a3po/setup1")), Path(reproduction.__file__).parent / "data" / "policy_small"
+    copytree(shipped, result.path / "policy")
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    (result.path / "policy" / "chat_template.jinja").write_text(template)
+    assert main(["sample", str(result.path), "--prompt", "3+4+5", "--samples", "32"]) == 0
+    assert sum(line.startswith("7;12;") or line.endswith("#12") for line in capsys.readouterr().out.splitlines()) > 16
 
 
 @pytest.mark.parametrize(("prompt", "message"), [("3 plus 4=", "--prompt has '  l p s u'"), ("", "--prompt is empty")])
@@ -303,6 +341,17 @@ def test_doctor_names_a_missing_package_and_the_way_to_get_it(monkeypatch, capsy
     out, err = capsys.readouterr()
     assert re.search(r"^packages +MISSING +numpy \S+, no no-such-package$", out, re.MULTILINE)
     assert "packages: install no-such-package: pip install -e '.[dev]' -c constraints.txt" in err
+
+
+def test_doctor_shows_every_extra_and_that_none_of_them_has_to_be_there(monkeypatch):
+    needs = ["numpy>=1", "typer; extra == 'one'", "typer>=0; extra == 'two'", 'none-such<3,>=2; extra == "two"', "none.such; extra == 'two'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: needs)
+    found = {check.name: check for check in doctor.checks() if check.name.startswith("extra")}
+    assert {name: check.text for name, check in found.items()} == {
+        "extra one": "installed",
+        "extra two": "no none-such, none.such: pip install 'nowait-rl[two]'",
+    }
+    assert not any(check.remedy for check in found.values())
 
 
 def test_doctor_is_content_when_nothing_is_missing(monkeypatch, capsys):

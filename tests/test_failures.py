@@ -16,14 +16,16 @@ from pathlib import Path
 
 import papermill
 import pytest
-from tiny import experiment
+from tiny import EvenDigits, experiment
 from transformers import PreTrainedTokenizerBase
 
 from nowait import checkpoint, config, doctor, runs
 from nowait import reproduce as reproduction
 from nowait.cli import main
 from nowait.config import ConfigError
+from nowait.config_rules import check_rows
 from nowait.runs import RunFailed, RunResult
+from nowait.tasks.prompts import evaluation_requests
 
 INTERRUPTED = ("schedule.steps=3", "schedule.checkpoint_every=1", "schedule.eval_every=2")
 
@@ -108,6 +110,80 @@ def test_the_folder_of_runs_may_begin_with_a_tilde(monkeypatch, tmp_path):
 def test_doctor_says_that_the_folder_of_runs_is_a_file(tmp_path):
     (tmp_path / "runs").touch()
     assert doctor._folder().remedy == f"{tmp_path}/runs is not a folder: set NOWAIT_RUNS to one"
+
+
+# Data
+
+
+class Hollow(EvenDigits):
+    """Row 3 has an empty prompt, or a reward that is no number."""
+
+    def __init__(self, question: str = "", reward: str = "0") -> None:
+        super().__init__()
+        self.question, self.given = question, float(reward)
+
+    def prompt(self, split: str, row: int) -> str:
+        return self.question if row == 3 else super().prompt(split, row)
+
+    def reward(self, split: str, row: int, response: str) -> float:
+        return self.given if row == 3 else super().reward(split, row, response)
+
+
+EVERY_ROW = ("schedule.batch_size=8", "sampler.slots=32", "schedule.steps=5")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_reward_that_is_no_number_ends_in_one_message_with_step_task_and_row(tiny, tmp_path, value):
+    task = f'task={{name: "test_failures:Hollow", options: {{question: "3=", reward: "{value}"}}}}'
+    message = rf"run tiny .sync. stopped after step [0-4]: FloatingPointError: the reward function of Hollow returned {value} on train row 3: return"
+    with pytest.raises(RunFailed, match=message) as failure:
+        run(experiment(tiny, "sync", task, *EVERY_ROW), tmp_path / "run")
+    recorded = RunResult(tmp_path / "run").metrics
+    assert f"{len(recorded)} of 5 steps are recorded" in str(failure.value)
+
+
+def test_an_empty_prompt_ends_in_one_message_with_its_row(tiny, tmp_path):
+    with pytest.raises(RunFailed, match="stopped after step [0-4]: ValueError: train row 3: the prompt is empty: fill it in, or leave the row out"):
+        run(experiment(tiny, "sync", "task={name: 'test_failures:Hollow'}", *EVERY_ROW), tmp_path / "run")
+    with pytest.raises(ValueError, match="eval row 3: the prompt is empty"):
+        evaluation_requests(Hollow(), lambda text: list(text.encode()), 6, 2, 8, 8)
+
+
+OVERLAPPED = ("schedule.max_staleness=0", "algorithm.anchor=behave", "runtime.placement={a: [sampler, learner]}", "sampler.slots=400")
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("sync", ["schedule.batch_size=41"], r"schedule.batch_size is 41"),
+        ("sequential", [*OVERLAPPED, "schedule.batch_size=41", "overlap.delta_max=8"], r"schedule.batch_size is 41"),
+        ("both", [*OVERLAPPED, "schedule.batch_size=36", "overlap.delta_max=5"], r"schedule.batch_size \+ overlap.delta_max is 41"),
+    ],
+)
+def test_more_requests_in_flight_than_rows_are_refused_before_a_model_is_loaded(tiny, method, changes, message):
+    x = experiment(tiny, method, *changes, "sampler.slots=400", "model.path=nowhere")
+    with pytest.raises(ValueError, match=f"^{message}, but the task has 40 training rows, .*: lower it, or take more rows$"):
+        next(runs.steps(x, 0))
+    check_rows(x, 41)
+
+
+# Clipping that is off
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "warned"),
+    [
+        ("recompute", ["learner.minibatches=1"], True),  # one step from the anchor
+        ("recompute", [], False),  # the second minibatch is off it
+        ("recompute", ["learner.minibatches=1", "learner.lr=0.0"], False),  # meant, as in the next one
+        ("reuse", [], False),
+    ],
+)
+def test_a_ratio_that_is_always_1_is_warned_of_once(tiny, tmp_path, monkeypatch, recwarn, method, changes, warned):
+    monkeypatch.setattr(runs, "INERT_STEPS", 3)
+    run(experiment(tiny, method, "schedule.eval_every=4", *changes), tmp_path / "run")
+    found = [str(w.message) for w in recwarn if "every ratio was 1" in str(w.message)]
+    assert found == [f"{tmp_path}/run: for 3 steps every ratio was 1, so nothing can be clipped; see docs/faq.md"] * warned
 
 
 # Code of the user's own

@@ -149,16 +149,20 @@ def test_batches_are_the_first_complete_requests_ties_by_id():
 
 
 def test_short_responses_come_first_but_none_is_left_out_in_the_long_run():
-    size, delta, steps = 4, 4, 150
-    run = train(experiment("overlapped", batch_size=size, delta=delta, delta_max=delta, slots=16, steps=steps), tail=1.5)
-    trained = [s for requests in run.column("rollout/requests") for r in requests for s in (2 * r, 2 * r + 1)]
+    size, delta, steps = 4, 4, 300
+    run = train(experiment("overlapped", batch_size=size, delta=delta, delta_max=delta, slots=16, steps=steps, checkpoint_every=steps), tail=1.5)
+    trained, state = sum(run.column("rollout/lengths"), []), run.records[-1].state
 
-    def mean(sequences) -> float:
-        return float(np.mean([min(response_length(s, 1.5), LONGEST - 1) for s in sequences]))
+    def lengths(requests) -> list[int]:
+        return [min(response_length(s, 1.5), LONGEST - 1) for r in requests for s in (2 * r, 2 * r + 1)]
 
-    everything = mean(range(2 * steps * size))
-    assert mean(trained[: 2 * size]) < 0.7 * everything
-    assert abs(mean(trained) - everything) <= delta * LONGEST / (steps * size)
+    submitted, leftover = lengths(range(state["prompts"]["position"])), lengths(r for r, _ in state["admitted"])
+    assert len(leftover) == 2 * delta and np.mean(trained[: 2 * size]) < 0.7 * np.mean(submitted)
+    assert sorted(trained + leftover) == sorted(submitted)
+    for share in (0.25, 0.5, 0.75, 0.9):
+        error = math.sqrt(share * (1 - share) / len(submitted))  # of the share of responses below a quantile
+        low, high = np.quantile(submitted, [share - error, share + error])
+        assert low <= np.quantile(trained, share) <= high
 
 
 # Properties

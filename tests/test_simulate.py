@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -298,6 +299,39 @@ def test_a_simulation_gives_the_same_bytes_again_and_in_another_process(shipped,
 
 def test_another_seed_is_another_run():
     assert len({simulate(training("synchronous"), assumed(TAIL), seed=seed).rows[-1]["time/elapsed"] for seed in range(5)}) == 5
+
+
+@pytest.mark.slow
+def test_1100_asynchronous_steps_of_setup_2_take_seconds(shipped):
+    """The target is 5 s on an idle core; the bound leaves room for a busy machine."""
+    x, what = load("a3po/setup2", "loglinear", ["schedule.steps=1100"])
+    start = time.process_time()
+    assert len(simulate(x, what).rows) == 1100
+    assert time.process_time() - start < 15
+
+
+SWEEP = r"""
+import json, re, resource, time
+from pathlib import Path
+from nowait.simulate import load, simulate
+simulate(*load("oppo/stackexchange_7b", "both"), steps=2)  # imports and files are paid for once
+start = time.process_time()
+for delta in (2, 4, 6, 8, 12):
+    run = simulate(*load("oppo/stackexchange_7b", "both", [f"overlap.{key}={delta}" for key in ("delta", "delta_max")]), steps=100)
+    assert len(run.rows) == 100
+took = (time.process_time() - start) / 5
+status = Path("/proc/self/status")  # on Linux, ru_maxrss is at least the parent's
+peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) if status.exists() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([took, peak]))
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_over_oppo_configurations_takes_under_two_seconds_each_and_500_mb(shipped):
+    """The target is 0.6 s a configuration, so that 200 take 2 minutes."""
+    out = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True, check=True, timeout=120).stdout
+    seconds, memory = json.loads(out)
+    assert seconds < 2 and memory < 500e6
 
 
 def test_a_simulation_runs_inside_an_event_loop_too():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,10 +159,18 @@ def test_a_run_folder_is_read_again_and_refuses_another_run_whether_finished_or_
             runs.run(x, 1, tmp_path / folder, use_wandb=False)
 
 
+OVERLAPPED = ("schedule.max_staleness=0", "algorithm.advantage=gae", "schedule.group_size=1", "overlap.delta=1", "overlap.delta_max=2")
+SCORED = ('reward.path="asset:reward_small"', "runtime.placement={a: [sampler, learner], b: [reward]}", "algorithm.anchor=behave")
+
+
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_with_its_name_and_a_second_call_continues(tiny, tmp_path):
-    settings = ("runtime.executor=process", "runtime.clock=wall", "schedule.checkpoint_every=2", "schedule.steps=16")
-    x, folder, failure = experiment(tiny, "loglinear", *settings), tmp_path / "run", []
+@pytest.mark.parametrize(
+    ("method", "more", "place", "call"),
+    [("loglinear", (), min, "sampler\\."), ("both", (*OVERLAPPED, *SCORED), max, "reward\\.")],  # the device that is placed first, and the last one
+)
+def test_a_killed_worker_ends_the_run_with_its_name_and_a_second_call_continues(tiny, tmp_path, method, more, place, call):
+    settings = ("runtime.executor=process", "runtime.clock=wall", "schedule.checkpoint_every=2", "schedule.steps=16", *more)
+    x, folder, failure = experiment(tiny, method, *settings), tmp_path / "run", []
 
     def attempt() -> None:
         try:
@@ -174,14 +183,14 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_second_call_continues(
     while not (folder / "checkpoint").exists():
         assert thread.is_alive()
         time.sleep(0.02)
-    victim = min(multiprocessing.active_children(), key=lambda process: process.pid)  # the sampler, placed first
+    victim = place(multiprocessing.active_children(), key=lambda process: process.pid)
     os.kill(victim.pid, signal.SIGKILL)
     start = time.monotonic()
     thread.join(30)
     assert not thread.is_alive() and time.monotonic() - start < 10 and not multiprocessing.active_children()
     recorded, (done, _) = runs.RunResult(folder).metrics, checkpoint.latest(folder / "checkpoint")
-    assert f"run tiny (loglinear) stopped after step {recorded['step'].max()}" in failure[0]
-    assert "died while running" in failure[0] and "Run the same command again: it continues after step 2" in failure[0]
+    assert f"run tiny ({method}) stopped after step {recorded['step'].max()}" in failure[0]
+    assert re.search(f"died while running {call}", failure[0]) and "Run the same command again: it continues after step 2" in failure[0]
     assert runs.RunResult(folder).manifest["status"] == "failed" and 2 <= done <= recorded["step"].max() < 16
     result = runs.run(x, 0, folder, use_wandb=False)
     assert result.finished and result.metrics["step"].tolist() == list(range(1, 17))
