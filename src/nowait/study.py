@@ -162,8 +162,8 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
     Of runs beside those of A-3PO also the share of steps in which both trained on the same requests.
     """
     counts, same = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}, {}
-    for result, method, each in ((result, method, each) for result in several for method, each in result.items()):
-        key = tables.setup(each[0].manifest["name"]), method
+    for result, method in ((r, m) for r in several for m in r):
+        key, each = (tables.setup(result[method][0].manifest["name"]), method), result[method]
         counts[key] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
         if "loglinear" in result:
             same[key] = {"same requests": _same_requests(each, result["loglinear"])}
