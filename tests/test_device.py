@@ -266,7 +266,7 @@ def test_a_factory_from_main_is_refused_with_the_reason(form):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("numpy.zeros", "module:function"), ("numpy:zeroes", "cannot import"), ("nunpy:zeros", "cannot import")]
+    ("name", "message"), [("numpy.zeros", "module:function"), ("numpy:zeroes", "cannot be imported"), ("nunpy:zeros", "cannot be imported")]
 )
 def test_a_name_that_cannot_be_resolved_says_so(name, message):
     with pytest.raises(ValueError, match=message):

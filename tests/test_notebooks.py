@@ -330,11 +330,18 @@ def test_the_proximal_bench_reports_ratios_within_a_block_and_the_seed_of_each()
 
 def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     hists = [[[2, 2], float("nan")], [[1, 0, 3]]]  # tokens with d = 0, 1, 2 per step; an evaluation alone has none
-    several = [SimpleNamespace(manifest={"name": "a3po/setup2"}, metrics=pd.DataFrame({"stale/hist": hist})) for hist in hists]
+
+    def several(*requests):
+        """One run per item, which holds the requests of each step."""
+        columns = [{"stale/hist": hist, "rollout/requests": trained} for hist, trained in zip(hists, requests, strict=True)]
+        return [SimpleNamespace(manifest={"name": "a3po/setup2"}, metrics=pd.DataFrame(each)) for each in columns]
+
+    ours, others = several([[1, 2], float("nan")], [[3]]), several([[1, 2], float("nan")], [[4]])
     rows = [{"method": "sync", "staleness": [9]}]
-    found = study.staleness([{"loglinear": several}], [{"config": "a3po/setup1", "rows": rows}])
-    assert found.loc[("setup2", "loglinear")].tolist() == [1.0, 0.375, 0.25, 0.375]
-    assert found.loc[("setup1", "sync")].tolist() == [0.0, 1.0, 0.0, 0.0]
+    found = study.staleness([{"loglinear": ours, "recompute": others}], [{"config": "a3po/setup1", "rows": rows}])
+    assert found.loc[("setup2", "loglinear")].to_dict() == {"mean d": 1.0, "same requests": 1.0, "d = 0": 0.375, "d = 1": 0.25, "d = 2": 0.375}
+    assert found.loc[("setup2", "recompute"), "same requests"] == 0.5
+    assert found.loc[("setup1", "sync"), ["mean d", "d = 0", "d = 1"]].tolist() == [0.0, 1.0, 0.0]
 
 
 COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}, "parameters": {}}

@@ -17,16 +17,20 @@ import numpy as np
 import pytest
 from ranks import Rank
 from test_device import Worker, gone, on
-from tiny import EXACT, exact, save_model
+from tiny import EXACT, exact, generate, requests, save_model
 from tiny_ppo import scored_responses
 
 from nowait import checkpoint, cli, runs
+from nowait.batch import Weights, join
 from nowait.config import AlgorithmConfig, ConfigError, CriticConfig, LearnerConfig, load
 from nowait.runtime.device import DeviceFailed, InlineExecutor, ProcessExecutor, WallClock
 from nowait.runtime.group import GroupExecutor
-from nowait.training import ray_executor
+from nowait.runtime.timeline import Timeline
+from nowait.training import _devices, ray_executor
+from nowait.workers.dealt import DealtSampler
 from nowait.workers.learner import HFLearner
 from nowait.workers.ppo_learner import PPOLearner
+from nowait.workers.sampler import HFSampler
 from nowait.workers.sharded import ShardedLearner, ShardedPPOLearner
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
@@ -36,7 +40,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 
 def group(ranks: int = 2, executor=ProcessExecutor) -> GroupExecutor:
-    return GroupExecutor([executor() for _ in range(ranks)], "learner")
+    return GroupExecutor([executor() for _ in range(ranks)], ("learner", "sampler"))
 
 
 def test_a_worker_of_several_ranks_is_called_on_all_and_answers_once():
@@ -51,9 +55,9 @@ def test_a_worker_of_several_ranks_is_called_on_all_and_answers_once():
 
 def test_the_other_workers_of_a_device_live_on_the_first_member():
     ranks = group(2, InlineExecutor)
-    ranks.submit("place", "sampler", Worker, {"name": "s"}).result()
-    assert ranks.submit("call", "sampler", "note", (1,), False).result() == (("s", [1]), None)
-    assert [list(host._host.workers) for host in ranks._members] == [["sampler"], []]
+    ranks.submit("place", "reward", Worker, {"name": "s"}).result()
+    assert ranks.submit("call", "reward", "note", (1,), False).result() == (("s", [1]), None)
+    assert [list(host._host.workers) for host in ranks._members] == [["reward"], []]
     ranks.close()
 
 
@@ -107,17 +111,22 @@ ALL_KINDS = pytest.mark.parametrize("kind", [kind for kind in KINDS if "bfloat16
 
 
 class Ranks:
-    """Two processes, in which one sharded learner at a time can be called like a local one."""
+    """Two processes, in which one worker at a time can be called like a local one."""
 
     def __init__(self) -> None:
         self._group = group()
 
-    def place(self, name: str, **options) -> Ranks:
-        self._group.submit("place", "learner", f"test_scaleout:{name}", options).result()
+    def place(self, factory: str, /, **options) -> Ranks:
+        self._group.submit("place", "learner", factory, options).result()
         return self
 
     def __getattr__(self, method: str):
         return lambda *args: self._group.submit("call", "learner", method, args, False).result()[0]
+
+    def both(self, method: str, *args) -> list:
+        """What each rank returns."""
+        futures = [member.submit("call", "learner", method, args, False) for member in self._group._members]
+        return [future.result()[0] for future in futures]
 
     def close(self) -> None:
         self._group.close()
@@ -151,7 +160,7 @@ def pair(tiny, two_processes):
         adapters = {"lora_rank": 3, "dtype": "bfloat16" if "bfloat16" in kind else "float32"} if "adapters" in kind else {}
         arguments = {"path": tiny, "temperature": 0.9, "seed": 0} | configs | adapters | (options or {})
         ending = "" if critic is None else "PPO"
-        return globals()[f"OneRank{ending}"](**arguments), two_processes.place(f"TwoRanks{ending}", **arguments)
+        return globals()[f"OneRank{ending}"](**arguments), two_processes.place(f"test_scaleout:TwoRanks{ending}", **arguments)
 
     return make
 
@@ -251,12 +260,76 @@ def test_what_is_not_finite_on_one_rank_stops_the_step_and_is_named(pair, batch)
         two.update(broken)  # after which the other rank waits in vain: this test is the last of its processes
 
 
+# Two ranks are one sampler
+
+
+class Dealt(DealtSampler):
+    def held(self) -> list[int]:
+        """The request of each sequence on this rank."""
+        return sorted(self._mine.values())
+
+
+@pytest.fixture
+def dealt(tiny, two_processes):
+    """make(slots): the same sampler of one rank, here, and of two."""
+
+    def make(slots: int):
+        options = {"path": tiny, "capacity": 64, "seed": 5}
+        engine = {"factory": "nowait.workers.sampler:HFSampler", "slots": slots}
+        return HFSampler(slots=slots, **options), two_processes.place("test_scaleout:Dealt", **engine, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("slots", [64, 7])  # all at once; 4 on each rank, so that most wait
+def test_two_ranks_sample_the_tokens_of_one(dealt, slots):
+    one, two = dealt(slots)
+    expected, found = generate(one, requests(12)), generate(two, requests(12))
+    for name in ("sequence", "token", "length", "finish", "version"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_allclose(found.logp_behav, expected.logp_behav, atol=EXACT)
+    assert two.both("held") == [[], []]
+
+
+def test_a_request_goes_whole_to_the_rank_that_holds_the_fewest_sequences(dealt):
+    _, two = dealt(8)
+    big, *small = (dataclasses.replace(r, n=n) for r, n in zip(requests(4), (5, 2, 2, 2), strict=True))
+    two.admit([big, *small])  # the second rank holds 2 and 4 of 5, then 6
+    assert two.both("held") == [[0] * 5, [1, 1, 2, 2, 3, 3]]
+    two.drop([1, 2])
+    two.admit([dataclasses.replace(big, id=9, n=2)])
+    assert two.both("held") == [[0] * 5, [3, 3, 9, 9]]
+
+
+def test_weights_reach_all_ranks_and_their_state_is_resumed(dealt, tmp_path):
+    samplers, wanted = dealt(8), requests(8)
+    newer = Weights(1, save_model(tmp_path / "newer", seed=1) + "/model.safetensors")
+    rounds: list[list] = [[], []]
+    for sampler, log in zip(samplers, rounds, strict=True):
+        sampler.admit(wanted)
+        log += [sampler.decode(3), sampler.load(newer)]
+        state = sampler.get_state()
+        sampler.drop([r.id for r in wanted])
+        generate(sampler, [dataclasses.replace(r, id=r.id + 100) for r in wanted])  # which leaves no trace
+        sampler.load(newer)
+        sampler.set_state(state)
+        log.append(sampler.decode(30))
+    (first, prefilled, rest), (also_first, also_prefilled, also_rest) = rounds
+    assert prefilled == also_prefilled > 8 * 3 and also_rest.version == 1
+    for found, expected in ((also_first, first), (also_rest, rest)):
+        order = np.argsort(expected.sequence)
+        np.testing.assert_array_equal(found.sequence, expected.sequence[order])
+        np.testing.assert_array_equal(found.finish, expected.finish[order])
+    np.testing.assert_array_equal(also_rest.token, join([rest]).token)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "method"), [("a3po/setup1", "recompute"), ("oppo/stackexchange_7b", "both")])
 def test_a_run_with_two_ranks_trains_like_one_and_leaves_an_ordinary_policy(tmp_path, monkeypatch, capsys, config, method):
     monkeypatch.setenv("NOWAIT_RUNS", str(tmp_path))
-    options = ["--scale", "smoke", "--method", method, "--no-wandb"]
-    for name, ranks in (("one", []), ("two", ["--set", "runtime.executor=process", "--set", "learner.ranks=2"])):
+    options = ["--scale", "smoke", "--method", method, "--no-wandb", "--set", "sampler.slots=64"]  # so that no request waits for a slot
+    two = [part for setting in ("runtime.executor=process", "learner.ranks=2", "sampler.ranks=2") for part in ("--set", setting)]
+    for name, ranks in (("one", []), ("two", two)):
         assert cli.main(["train", config, *options, *ranks, "--out", str(tmp_path / name)]) == 0
     one, two = (runs.RunResult(tmp_path / name) for name in ("one", "two"))
     assert two.finished and list(two.metrics) == list(one.metrics) and len(two.metrics) == len(one.metrics)
@@ -272,7 +345,9 @@ def test_a_run_with_two_ranks_trains_like_one_and_leaves_an_ordinary_policy(tmp_
     [
         (["learner.ranks=2"], r"learner.ranks: 2 ranks need a process each .*; set runtime.executor=process or ray, or 1 rank"),
         (["runtime.ray_address=auto"], r"runtime.ray_address: executor inline uses no Ray .*; set runtime.executor=ray, or null"),
-        (["learner.ranks=2", "runtime.executor=process", "runtime.gpus={a: [0], b: [1, 2, 3]}"], "2 ranks cannot share 3 GPUs evenly"),
+        (["learner.ranks=2", "runtime.executor=process", "runtime.gpus={a: [0], b: [1, 2, 3]}"], "learner.ranks: 2 ranks cannot share 3 GPUs evenly"),
+        (["sampler.ranks=2", "runtime.executor=process", "runtime.gpus={a: [0], b: [1, 2]}"], "sampler.ranks: 2 ranks cannot share 1 GPUs evenly"),
+        (["sampler.ranks=48", "runtime.executor=process"], "schedule.group_size: .* samples of a request exceed a sampler's 2 slots"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_the_remedy(overrides, said):
@@ -280,9 +355,23 @@ def test_ranks_that_cannot_be_are_refused_with_the_remedy(overrides, said):
         load("a3po/setup1", "cpu", overrides)
 
 
-def test_colocated_training_is_data_parallel_already():
-    with pytest.raises(ConfigError, match="learner.ranks: colocated training has a learner on each of its two devices .*; set 1"):
-        load("a3po/setup1", "smoke", ["learner.ranks=2", "runtime.executor=process"], "sync_colocated")
+def test_on_one_device_sampler_and_learner_have_equally_many_ranks():
+    with pytest.raises(ConfigError, match="sampler.ranks: got 1, but the learner on the same device has 2 ranks .*; make them equal"):
+        load("oppo/stackexchange_7b", "cpu", ["learner.ranks=2", "runtime.executor=process"])
+
+
+@pytest.mark.parametrize("role", ["sampler", "learner"])
+def test_colocated_training_is_data_parallel_already(role):
+    with pytest.raises(ConfigError, match=f"{role}.ranks: colocated training has a {role} on each of its two devices .*; set 1"):
+        load("a3po/setup1", "smoke", [f"{role}.ranks=2", "runtime.executor=process"], "sync_colocated")
+
+
+def test_each_rank_sees_its_share_of_the_gpus(monkeypatch):
+    seen = []
+    monkeypatch.setattr("nowait.training.ProcessExecutor", lambda threads, gpus: seen.append(list(gpus)) or InlineExecutor())
+    ranks = ["sampler.ranks=2", "learner.ranks=3", "runtime.executor=process", "runtime.gpus={a: [0, 1, 2, 3], b: [7, 6, 5]}"]
+    _devices(load("a3po/setup1", "cpu", ranks), WallClock(), Timeline())
+    assert seen == [[0, 1], [2, 3], [7], [6], [5]]
 
 
 def test_a_run_is_found_again_wherever_its_cluster_is():

@@ -173,6 +173,17 @@ def test_a_run_is_another_one_when_its_file_or_reward_function_changes(tiny, tmp
     assert identity.run_hash(x, 1) != before
 
 
+@pytest.mark.parametrize("key", ["model.path", "reward.path", "critic.path"])
+def test_a_run_is_another_one_when_the_weights_of_a_model_change(tmp_path, key):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    x = load_config("oppo/stackexchange_7b", "smoke", [f"{key}={tmp_path}", f"critic.shared={json.dumps(key != 'critic.path')}"])
+    before = identity.run_hash(x, 1)
+    weights.write_bytes(b"other")
+    os.utime(weights, ns=(0, 0))
+    assert identity.run_hash(x, 1) != before
+
+
 # Long prompts, benchmarks
 
 

@@ -318,6 +318,14 @@ def test_a_smoke_run_ends_in_the_reward_range_of_the_built_in_sampler():
     assert abs(ours - built_in) < 3 * np.hypot(se, other_se) and ours > 0.4
 
 
+@pytest.mark.slow
+def test_two_engines_sample_beside_the_two_ranks_of_their_learner():
+    overrides = ["sampler.engine=vllm", "runtime.executor=process", "sampler.ranks=2", "learner.ranks=2"]
+    records = list(runs.steps(load("oppo/stackexchange_7b", "smoke", overrides), 1))
+    assert len(records) == 5 and all(np.isfinite(r.metrics["train/grad_norm"]) for r in records[1:])
+    assert max(r.metrics["train/sampler_gap"] for r in records[1:]) < CLOSE
+
+
 def test_weights_of_the_cpu_model_are_updated_within_200_ms():
     worker, taken = VLLMSampler("asset:policy_small", slots=16, capacity=96), []
     tensors = weights(model_folder("asset:policy_small"), 0).payload

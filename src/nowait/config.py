@@ -55,6 +55,7 @@ class SamplerConfig(Model):
     max_new_tokens: Positive = 96  # longest response, in tokens
     engine: Literal["transformers", "vllm"] = "transformers"  # what decodes; vllm is an extra
     engine_options: dict[str, float | int | str | bool] = {}  # arguments of vLLM's LLM, as gpu_memory_utilization or tensor_parallel_size
+    ranks: Positive = 1  # processes that share the requests and the slots, with an engine each
 
 
 class RewardConfig(Model):
@@ -183,6 +184,10 @@ class Experiment(Model):
     overlap: OverlapConfig = OverlapConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    def ranks(self, device: str) -> int:
+        """Processes of a device."""
+        return max([1, *(getattr(self, role).ranks for role in ("sampler", "learner") if role in self.runtime.placement[device])])
 
     @model_validator(mode="after")
     def _possible(self) -> Experiment:

@@ -19,7 +19,8 @@ METHODS: dict[str, dict[str, object]] = {
         "schedule.max_staleness": 0,
         "algorithm.anchor": "behave",
         "runtime.placement": {"a": ["sampler", "learner"], "b": ["sampler", "learner"]},
-        "learner.ranks": 1,  # data-parallel as it is
+        "sampler.ranks": 1,  # on two devices as it is
+        "learner.ranks": 1,
     },
     "recompute": {**ASYNCHRONOUS, "algorithm.anchor": "recompute"},
     "loglinear": {**ASYNCHRONOUS, "algorithm.anchor": "loglinear"},
@@ -39,7 +40,8 @@ CUSTOM = "custom"  # label of settings that are none of these
 
 def conflicts(x: Experiment) -> list[Problem]:
     """Settings that are each valid and cannot be run together."""
-    slots, sequences, updates = x.sampler.slots, x.schedule.batch_size * x.schedule.group_size, x.learner.minibatches * x.learner.epochs
+    slots, sequences = x.sampler.slots // x.sampler.ranks, x.schedule.batch_size * x.schedule.group_size
+    updates = x.learner.minibatches * x.learner.epochs
     group, minibatches, reuse = x.schedule.group_size, x.learner.minibatches, x.algorithm.anchor == "reuse"
     unused, settled = bool(x.sampler.engine_options) and x.sampler.engine != "vllm", sorted(x.sampler.engine_options.keys() & SETTLED)
     full = "the learner scores tokens under the full softmax, so training samples from it"
@@ -61,7 +63,7 @@ def conflicts(x: Experiment) -> list[Problem]:
             "the group-relative reward of a single sample is always 0",
             "choose at least 2",
         ),
-        (group > slots, "schedule.group_size", f"{group} samples of a request exceed the sampler's {slots} slots", "lower it or raise sampler.slots"),
+        (group > slots, "schedule.group_size", f"{group} samples of a request exceed a sampler's {slots} slots", "lower it or raise sampler.slots"),
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
         (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
@@ -92,14 +94,21 @@ def _names_folders(text: str) -> bool:
 
 
 def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
-    """(broken, key, what, remedy) of a learner of several ranks."""
-    ranks, executor = x.learner.ranks, x.runtime.executor
-    gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if "learner" in hosted and device in x.runtime.gpus]
-    processes, colocated = "set runtime.executor=process or ray, or 1 rank", "colocated training has a learner on each of its two devices"
+    """(broken, key, what, remedy) of a sampler or a learner of several ranks."""
+    ranks, executor, rules = {"sampler": x.sampler.ranks, "learner": x.learner.ranks}, x.runtime.executor, []
+    for role, count in ranks.items():
+        key, gpus = f"{role}.ranks", [len(x.runtime.gpus[d]) for d, hosted in x.runtime.placement.items() if role in hosted and d in x.runtime.gpus]
+        colocated = f"colocated training has a {role} on each of its two devices"
+        rules += [
+            (count > 1 and executor == "inline", key, f"{count} ranks need a process each", "set runtime.executor=process or ray, or 1 rank"),
+            (count > 1 and x.schedule.kind == "colocated", key, colocated, "set 1"),
+            *((have % count > 0, key, f"{count} ranks cannot share {have} GPUs evenly", "choose a divisor") for have in gpus),
+        ]
+    together = any({"sampler", "learner"} <= set(hosted) for hosted in x.runtime.placement.values())
+    differ = f"the learner on the same device has {ranks['learner']} ranks"
     return [
-        (ranks > 1 and executor == "inline", "learner.ranks", f"{ranks} ranks need a process each", processes),
-        (ranks > 1 and x.schedule.kind == "colocated", "learner.ranks", colocated, "set 1"),
-        *((count % ranks > 0, "learner.ranks", f"{ranks} ranks cannot share {count} GPUs evenly", "choose a divisor") for count in gpus),
+        *rules,
+        (together and len(set(ranks.values())) > 1, "sampler.ranks", f"got {ranks['sampler']}, but {differ}", "make them equal"),
         (
             x.runtime.ray_address is not None and executor != "ray",
             "runtime.ray_address",

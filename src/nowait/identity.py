@@ -1,4 +1,4 @@
-"""What makes two runs the same: settings, seed, code, initial model, and a user's own parts."""
+"""What makes two runs the same: settings, seed, code, models, and a user's own parts."""
 
 import ast
 import functools
@@ -32,19 +32,20 @@ def _code_digest(files: tuple[tuple[str, Path, int], ...]) -> str:
 
 
 def run_hash(experiment: Experiment, seed: int) -> str:
-    """12 digits from the resolved config (with executor and clock), the seed, the code, the initial model, and a user's own parts and data files."""
+    """12 digits from the resolved config (with executor and clock), the seed, the code, the models, and a user's own parts and data files."""
     tasks = (experiment.task, *experiment.evaluation.benchmarks.values())
     options = {v for t in tasks for v in t.options.values() if isinstance(v, str)}
     parts = options | {t.name for t in tasks} | {experiment.algorithm.anchor, experiment.overlap.rule, experiment.reward.path or ""}
     data = [_file_digest(file, file.stat().st_mtime_ns) for file in map(Path, sorted(options)) if file.is_file()]
-    inputs = [_model_digest(experiment.model.path), *(_own_digest(name) for name in sorted(parts)), *data]
+    models = [path for path in (experiment.model.path, experiment.reward.path, experiment.critic.path) if path]
+    inputs = [*map(_model_digest, models), *(_own_digest(name) for name in sorted(parts)), *data]
     settings = experiment.model_dump(mode="json", exclude={"runtime": {"ray_address"}})  # where a cluster is changes nothing that it computes
     text = json.dumps([settings, seed, code_digest(), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _model_digest(path: str) -> str:
-    """SHA-256 of the weights: from the manifest of a shipped policy, of the files in a folder; empty for a hub name."""
+    """SHA-256 of the weights: from the manifest of a shipped model, of the files in a folder; empty for a hub name."""
     if path.startswith("asset:"):
         manifest = Path(__file__).parent / "data" / path.removeprefix("asset:") / "manifest.json"
         return json.loads(manifest.read_text())["sha256"] if manifest.exists() else ""

@@ -304,7 +304,7 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     missing = [(e, seed) for e in experiments for seed in seeds if find(e, seed) is None]
     if not missing:
         return
-    width = max(1 if e.runtime.executor == "inline" else len(e.runtime.placement) + e.learner.ranks - 1 for e, _ in missing)
+    width = max(1 if e.runtime.executor == "inline" else sum(map(e.ranks, e.runtime.placement)) for e, _ in missing)
     workers = min(jobs or max(1, (os.cpu_count() or 1) // width), len(missing))
     started = (max(e.runtime.threads for e, _ in missing), os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=started)

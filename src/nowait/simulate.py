@@ -23,7 +23,7 @@ from nowait.config import Experiment, Model, NonNegative, Positive
 from nowait.config_files import ConfigError, Layers, Problem, find, parse_overrides, read
 from nowait.runs import CHECKPOINTS_KEPT
 from nowait.runtime.device import Device, InlineExecutor, ModelClock, event_loop
-from nowait.runtime.hardware import OPTIMISER_BYTES, Group, Hardware, Shape
+from nowait.runtime.hardware import OPTIMISER_BYTES, DoesNotFit, Group, Hardware, Shape
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import Call, Crew, max_in_flight
 from nowait.training import SCHEDULES
@@ -311,7 +311,10 @@ def plan(config: str, method: str | None = None, overrides: Iterable[str] = ()) 
                 "sampler": actor.parameters * actor.bytes / assumed.tensor_parallel.get(name, 1) + cached,
                 "reward": shape(assumed.reward_model).parameters * 2 if assumed.reward_model else 0.0,
                 "reference": actor.parameters * actor.bytes if experiment.algorithm.kl_coef else 0.0}  # fmt: skip
-        found[f"memory_{name}"] = sum(need[role] for role in roles)
+        found[f"memory_{name}"] = total_need = sum(need[role] for role in roles)
+        if total_need > (have := hardware(assumed.hardware).memory):
+            wanted = f"{' and '.join(roles)} take {total_need / 1e9:.0f} GB on each of {name}'s devices, which have {have / 1e9:.0f} GB"
+            raise DoesNotFit(f"{wanted}: raise devices or tensor_parallel of {name}, or lower sampler.slots")
     kept = CHECKPOINTS_KEPT if experiment.schedule.checkpoint_every else 0
     found["disk"] = shape(assumed.actor).parameters * (2 + 12 * kept)  # the final policy; float32 weights and two moments per checkpoint
     return found

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from IPython.display import Image, Markdown
 
@@ -156,15 +157,26 @@ def settings(plan: Plan, method: str = "loglinear") -> pd.DataFrame:
 
 
 def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> pd.DataFrame:
-    """Mean d of the trained tokens, and the share of each d, by setup and method, over all seeds (blocks) and steps."""
-    counts = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}
-    for method, each in (item for result in several for item in result.items()):
-        counts[tables.setup(each[0].manifest["name"]), method] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
+    """Mean d of the trained tokens, and the share of each d, by setup and method, over all seeds (blocks) and steps.
+
+    Of runs beside those of A-3PO also the share of steps in which both trained on the same requests.
+    """
+    counts, same = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}, {}
+    for result, method in ((r, m) for r in several for m in r):
+        key, each = (tables.setup(result[method][0].manifest["name"]), method), result[method]
+        counts[key] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
+        if "loglinear" in result:
+            same[key] = {"same requests": _same_requests(each, result["loglinear"])}
     shares = {
-        key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
+        key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **same.get(key, {}), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
         for key, c in counts.items()
     }
     return pd.DataFrame(shares).T.fillna(0.0).round(3)
+
+
+def _same_requests(each: list[RunResult], others: list[RunResult]) -> float:
+    steps = [zip(*(run.metrics["rollout/requests"].dropna() for run in pair), strict=True) for pair in zip(each, others, strict=True)]
+    return float(np.mean([ours == theirs for pairs in steps for ours, theirs in pairs]))
 
 
 def verdicts(frames: dict[str, pd.DataFrame], paper: str = "a3po") -> Markdown:

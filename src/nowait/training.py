@@ -24,6 +24,7 @@ from nowait.selfcheck import check_sampler
 from nowait.tasks.prompts import Prompts, evaluation_requests
 from nowait.workers.scorers import RuleScorer
 
+DEALT = "nowait.workers.dealt:DealtSampler"  # a sampler of several ranks
 SAMPLERS = {"transformers": "nowait.workers.sampler:HFSampler", "vllm": "nowait.workers.vllm_sampler:VLLMSampler"}
 LEARNERS = {"group": "nowait.workers.learner:HFLearner", "gae": "nowait.workers.ppo_learner:PPOLearner"}  # by algorithm.advantage
 SHARDED = {"group": "nowait.workers.sharded:ShardedLearner", "gae": "nowait.workers.sharded:ShardedPPOLearner"}  # of several ranks
@@ -78,16 +79,16 @@ async def stream(
 def _devices(experiment: Experiment, clock, timeline: Timeline) -> dict[str, Device]:
     runtime = experiment.runtime
 
-    def executor(name: str, ranks: int):
-        gpus = runtime.gpus.get(name, ())
+    def executor(gpus: list[int]):
         if runtime.executor == "ray":
-            return ray_executor()(runtime.ray_address, runtime.threads, len(gpus) // ranks)
+            return ray_executor()(runtime.ray_address, runtime.threads, len(gpus))
         return ProcessExecutor(runtime.threads, gpus) if runtime.executor == "process" else InlineExecutor()
 
     def group(name: str):
-        ranks = experiment.learner.ranks if "learner" in runtime.placement[name] else 1
-        members = [executor(name, ranks) for _ in range(ranks)]
-        return GroupExecutor(members, "learner") if ranks > 1 else members[0]
+        ranks, gpus = experiment.ranks(name), runtime.gpus.get(name, [])
+        share = len(gpus) // ranks
+        members = [executor(gpus[rank * share :][:share]) for rank in range(ranks)]
+        return GroupExecutor(members, ("sampler", "evaluator", "learner")) if ranks > 1 else members[0]
 
     devices = {name: Device(name, group(name), clock, timeline) for name in runtime.placement}
     return devices | {"driver": Device("driver", InlineExecutor(), clock, timeline)}  # rules are graded where the schedule runs
@@ -142,12 +143,13 @@ async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], t
 
 def _engine(experiment: Experiment) -> tuple[str, dict]:
     """Factory of the samplers, and what all of them give their engine: sampler and evaluator share one that is large enough for both."""
-    sampling, plan = experiment.sampler, experiment.evaluation
-    if sampling.engine == "transformers":
-        return SAMPLERS["transformers"], {}
-    longest = sampling.max_prompt_tokens + max(sampling.max_new_tokens, plan.max_new_tokens)
-    sizes = {"max_num_seqs": max(sampling.slots, plan.slots), "max_model_len": longest}
-    return SAMPLERS["vllm"], {"engine": sampling.engine_options | sizes}
+    sampling, plan, options = experiment.sampler, experiment.evaluation, {}
+    factory = SAMPLERS[sampling.engine]
+    if sampling.engine == "vllm":
+        longest = sampling.max_prompt_tokens + max(sampling.max_new_tokens, plan.max_new_tokens)
+        slots = -(-max(sampling.slots, plan.slots) // sampling.ranks)
+        options["engine"] = sampling.engine_options | {"max_num_seqs": slots, "max_model_len": longest}
+    return (DEALT, {"factory": factory} | options) if sampling.ranks > 1 else (factory, options)
 
 
 def check_gpus(experiment: Experiment) -> None:

@@ -30,16 +30,14 @@ class DeviceFailed(RuntimeError):
 
 
 def resolve(name: str | Callable) -> Callable:
-    """The function behind `module:function`."""
+    """The function behind `module:function`. Raises ValueError where it cannot be imported."""
     if callable(name):
         return name
     module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"{name!r} is not of the form module:function")
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {name!r}: {error}") from error
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
+        raise ValueError(f"{name!r} cannot be imported: {error}; write module:function") from error
 
 
 class _Host:

@@ -1,25 +1,26 @@
-"""Several executors as one: a worker of several ranks, which is one worker to the schedule."""
+"""Several executors as one: workers of several ranks, each of which is one worker to the schedule."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Future, ThreadPoolExecutor, wait
 
 GRACE = 2.0  # seconds in which a dead rank explains the errors of those that it has left
 
 
 class GroupExecutor:
-    """The worker `spread` has a rank on every member, all others live on the first one.
+    """A worker of `spread` has a rank on every member, all others live on the first one.
 
-    A call of that worker goes to all ranks; its result is the first rank's, its error the first of any rank.
+    A call of such a worker goes to all ranks; its result is the first rank's, its error the first of any rank.
     """
 
-    def __init__(self, members: list, spread: str) -> None:
+    def __init__(self, members: list, spread: Collection[str]) -> None:
         self._members, self._spread = members, spread
         self._waiter = ThreadPoolExecutor(1)
 
     def submit(self, action: str, name: str, *args) -> Future:
         first, *others = self._members
-        if name != self._spread:
+        if name not in self._spread:
             return first.submit(action, name, *args)
         ranks = [args] * len(self._members)
         if action == "place":

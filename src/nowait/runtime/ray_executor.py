@@ -77,7 +77,7 @@ class RayExecutor:
             ray.get(self._actor.__ray_ready__.remote(), timeout=START)
         except GetTimeoutError as error:
             what = f"no machine of the Ray cluster has had {self._wanted} free for {START:.0f} seconds"
-            raise RuntimeError(f"{what}: see `ray status`, then add machines, or change runtime.gpus and learner.ranks") from error
+            raise RuntimeError(f"{what}: see `ray status`, then add machines, or change runtime.gpus and the ranks of sampler and learner") from error
         self._placed = True
 
     def _settle(self, future: Future, done: Future) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 from nowait.config import TaskConfig
+from nowait.runtime.device import resolve
 
 Split = Literal["train", "eval"]
 
@@ -43,19 +42,10 @@ def load(config: TaskConfig) -> Task:
     if ":" not in name:
         known = ", ".join([*BUILT_IN, f"{GYM}<task>"])
         raise ValueError(f"unknown task {config.name!r}: built in are {known}; write module:function for your own")
-    factory = imported(name)
+    factory = resolve(name)
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ValueError(f"task {config.name!r}: {error}; its options are {', '.join(signature.parameters)}") from error
     return factory(**options)
-
-
-def imported(name: str) -> Callable:
-    """What `module:function` names. Raises ValueError where it cannot be imported."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
-        raise ValueError(f"{name!r} cannot be imported: {error}") from error

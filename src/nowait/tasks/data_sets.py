@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from nowait.config import Model
-from nowait.tasks import Split, imported
+from nowait.runtime.device import resolve
+from nowait.tasks import Split
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,7 +59,7 @@ class DataSet(Model):
         prompt = self._prompt(record)
         completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
         columns = {name: [value] for name, value in record.items() if name not in NO_COLUMNS}
-        (score,) = imported(self.reward_function)(prompts=[prompt], completions=[completion], **columns)
+        (score,) = resolve(self.reward_function)(prompts=[prompt], completions=[completion], **columns)
         if score is None:
             raise ValueError(f"{self.reward_function} returned None, which is no reward")
         return float(score)
@@ -109,7 +110,7 @@ def _check_columns(task: DataSet, path: str, columns: list[str]) -> None:
     """Raise ValueError for a column that the prompt or the reward function needs and there is not."""
     needed = set(COLUMN.findall(task.prompt_template) or ["prompt"])
     if task.reward_function:
-        function = imported(task.reward_function)
+        function = resolve(task.reward_function)
         if inspect.iscoroutinefunction(function):
             raise ValueError(f"reward_function {task.reward_function} is async, which is not supported: make it a plain function")
         kinds = inspect.signature(function).parameters.values()

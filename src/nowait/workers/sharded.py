@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nowait.algorithms.losses import merge_stats
 from nowait.batch import Batch
+from nowait.workers.dealt import meet
 from nowait.workers.learner import HFLearner
 from nowait.workers.ppo_learner import PPOLearner
 
@@ -40,12 +41,7 @@ class _Sharded:
 
     def __init__(self, *args, rank: int, ranks: int, rendezvous: str, device: str = "cpu", snapshots: str | None = None, **options) -> None:
         self._rank, self._ranks = rank, ranks
-        if device != "cpu":  # the ranks of one machine see the same GPUs, those of a cluster one each
-            device = f"cuda:{rank % torch.cuda.device_count()}"
-            torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+        meet(rank, ranks, rendezvous, device)
         super().__init__(*args, device=device, snapshots=None if rank else snapshots, **options)
         mesh = init_device_mesh(self.model.device.type, (ranks,))
         self._all = _All(self._trained)
