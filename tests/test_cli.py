@@ -273,6 +273,13 @@ def test_sample_prints_responses_that_repeat_by_seed(policy, capsys):
     assert sample("--samples", "32") == first != sample("--samples", "32", "--seed", "1")
 
 
+def test_the_policy_of_a_run_is_an_ordinary_model_with_its_tokenizer(policy):
+    model, tokenizer = policy.policy()
+    ids = tokenizer("3+4+5=", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    answer = model.generate(ids, do_sample=False, max_new_tokens=32)[0, ids.shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True).endswith("#12")
+
+
 def test_sample_marks_responses_without_an_end(capsys, folders):
     result = record(load("a3po/setup1", overrides=["sampler.max_new_tokens=2"]))
     (result.path / "policy").symlink_to(Path(reproduction.__file__).parent / "data" / "policy_small")
