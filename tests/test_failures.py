@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import papermill
@@ -179,10 +180,12 @@ def test_more_requests_in_flight_than_rows_are_refused_before_a_model_is_loaded(
         ("reuse", [], False),
     ],
 )
-def test_a_ratio_that_is_always_1_is_warned_of_once(tiny, tmp_path, monkeypatch, recwarn, method, changes, warned):
+def test_a_ratio_that_is_always_1_is_warned_of_once(tiny, tmp_path, monkeypatch, method, changes, warned):
     monkeypatch.setattr(runs, "INERT_STEPS", 3)
-    run(experiment(tiny, method, "schedule.eval_every=4", *changes), tmp_path / "run")
-    found = [str(w.message) for w in recwarn if "every ratio was 1" in str(w.message)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(experiment(tiny, method, "schedule.eval_every=4", *changes), tmp_path / "run")
+    found = [str(w.message) for w in seen if "every ratio was 1" in str(w.message)]
     assert found == [f"{tmp_path}/run: for 3 steps every ratio was 1, so nothing can be clipped; see docs/faq.md"] * warned
 
 

@@ -158,6 +158,7 @@ def test_short_responses_come_first_but_none_is_left_out_in_the_long_run():
 
     submitted, leftover = lengths(range(state["prompts"]["position"])), lengths(r for r, _ in state["admitted"])
     assert len(leftover) == 2 * delta and np.mean(trained[: 2 * size]) < 0.7 * np.mean(submitted)
+    assert min(step for _, step in state["admitted"]) >= steps - LONGEST // 4  # none is left over for good: a step decodes 4 tokens of each
     assert sorted(trained + leftover) == sorted(submitted)
     for share in (0.25, 0.5, 0.75, 0.9):
         error = math.sqrt(share * (1 - share) / len(submitted))  # of the share of responses below a quantile
