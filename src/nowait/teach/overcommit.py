@@ -120,6 +120,7 @@ def deferrals(delta: int = 8) -> Figure:
     right.set_title("of the requests in each bar", loc="left")
     for ax in (left, right):
         ax.set_xticks(range(ONWARDS + 1), ["0", "1", "2", "3", "4 +"])
+        ax.set_xlim(-0.6, ONWARDS + 0.6)
     return figure
 
 
