@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
+
+from nowait.algorithms.proximal import alpha, interpolate, staleness
 
 
 def weights(logp_behav, logp_theta, d):
@@ -74,12 +77,11 @@ def difference(ours, theirs):
 
 
 def histogram(versions, step):
-    return np.bincount(step - np.array(versions))
+    return torch.bincount(step - versions)
 
 
 def anchor(behav, theta, versions, step):
-    alpha = 1 / np.maximum(1, step - np.array(versions))
-    return alpha * np.array(behav) + (1 - alpha) * np.array(theta)
+    return interpolate(behav, theta, alpha(staleness(step, versions)))
 
 
 SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments and what that imports
@@ -139,6 +141,6 @@ WRONG = {  # MODULE/NAME: plausible mistakes
         lambda a, b: (np.mean(a) - np.mean(b), np.std(a, ddof=1) / math.sqrt(len(a))),
         lambda a, b: (np.mean(a) - np.mean(b), np.subtract(a, b).std() / math.sqrt(len(a))),
     ],
-    "together/histogram": [lambda versions, step: np.bincount(versions), lambda versions, step: np.bincount(step - np.array(versions))[1:]],
+    "together/histogram": [lambda versions, step: torch.bincount(versions), lambda versions, step: torch.bincount(step - versions)[1:]],
     "together/anchor": [lambda b, t, v, step: (b + t) / 2, lambda b, t, v, step: b, lambda b, t, v, step: t],
 }

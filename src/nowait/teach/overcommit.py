@@ -104,23 +104,22 @@ def deferrals(delta: int = 8) -> Figure:
     times, short, bottom = frame["deferrals"].clip(upper=ONWARDS).to_numpy(), (frame["tokens"] <= frame["tokens"].median()).to_numpy(), 0.0
     for name, part, colour in (("shorter half", short, HUES[0]), ("longer half", ~short, HUES[1])):
         share = np.bincount(times[part], minlength=ONWARDS + 1) / len(frame)
-        left.bar(range(ONWARDS + 1), share, 0.7, bottom, color=colour, label=name)
+        left.bar(range(ONWARDS + 1), share, 0.7, bottom, color=colour)
+        left.text(ONWARDS + 0.5, 0.6 + 0.12 * (part is short), name, color=colour, ha="right", weight="bold")
         bottom = bottom + share
     left.set(ylim=(0, 1.12), xlabel="times carried over", ylabel="share of trained requests")
-    left.legend(loc="center right")
     left.set_title(f"B = {BATCH}, Δ = {delta}, n = {len(frame):,} requests", loc="left")
-    for k, group in frame.groupby(times):
-        stale = group["stale"].sum() / group["tokens"].sum()
-        right.bar(k, stale, 0.7, color=HUES[2])
-        right.text(k, stale + 0.02, f"{stale:.0%}", ha="center")
-        left.text(k, bottom[k] + 0.02, f"{len(group):,}", ha="center")
-    for k in sorted({*range(ONWARDS + 1)} - {*times}):
-        right.text(k, 0.02, "none", ha="center", color="#777777")
+    stale, tokens, count = (np.bincount(times, weights, minlength=ONWARDS + 1) for weights in (frame["stale"], frame["tokens"], None))
+    old = stale / tokens.clip(min=1)
+    right.bar(range(ONWARDS + 1), old, 0.7, color=HUES[2])
+    for k in range(ONWARDS + 1):
+        left.text(k, bottom[k] + 0.02, f"{count[k]:,.0f}", ha="center")
+        right.text(k, old[k] + 0.02, f"{old[k]:.0%}" if count[k] else "none", ha="center")
     right.set(ylim=(0, 1.12), xlabel="times carried over", ylabel="share of stale tokens")
     right.set_title("of the requests in each bar", loc="left")
     for ax in (left, right):
         ax.set_xticks(range(ONWARDS + 1), ["0", "1", "2", "3", "4 +"])
-        ax.set_xlim(-0.6, ONWARDS + 0.6)
+        ax.set(xlim=(-0.6, ONWARDS + 0.6), yticks=(0, 0.5, 1))
     return figure
 
 
