@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
+
+from nowait.algorithms.proximal import alpha, interpolate, staleness
 
 
 def weights(logp_behav, logp_theta, d):
@@ -45,12 +48,14 @@ def last_read(writing, reading):
     return read
 
 
-def slope(rewards, window):
-    return (rewards[-1] - rewards[-1 - window]) / window
+def next_delta(rewards, window, delta, most):
+    step = max(1, delta // 4)
+    return min(most, max(0, delta + (step if rewards[-1] > rewards[-1 - window] else -step)))
 
 
-def most_deferrals(length, chunk):
-    return -(-length // chunk)
+def most_deferrals(length, chunk, rounds):
+    needed = -(-length // chunk)
+    return -(-needed // rounds)
 
 
 def first_batch(lengths, batch):
@@ -72,12 +77,11 @@ def difference(ours, theirs):
 
 
 def histogram(versions, step):
-    return np.bincount(step - np.array(versions))
+    return torch.bincount(step - versions)
 
 
 def anchor(behav, theta, versions, step):
-    alpha = 1 / np.maximum(1, step - np.array(versions))
-    return alpha * np.array(behav) + (1 - alpha) * np.array(theta)
+    return interpolate(behav, theta, alpha(staleness(step, versions)))
 
 
 SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its arguments and what that imports
@@ -89,7 +93,7 @@ SOLUTIONS = {  # MODULE/NAME: function, named as in the notebook; it uses its ar
     "staleness/effective": effective,
     "bubbles/idle": idle,
     "bubbles/last_read": last_read,
-    "overcommit/slope": slope,
+    "overcommit/next_delta": next_delta,
     "overcommit/most_deferrals": most_deferrals,
     "overcommit/first_batch": first_batch,
     "training/sequences": sequences,
@@ -115,8 +119,17 @@ WRONG = {  # MODULE/NAME: plausible mistakes
     "staleness/effective": [lambda w: w.sum() ** 2 / (w**2).sum(), lambda w: w.mean(), lambda w: 1.0],
     "bubbles/idle": [lambda calls, end: sum(b - a for a, b in calls) / end, lambda calls, end: end - sum(b - a for a, b in calls)],
     "bubbles/last_read": [lambda w, r: sum(w) + sum(r), lambda w, r: max(sum(w), sum(r)), lambda w, r: sum(w) + r[-1]],
-    "overcommit/slope": [lambda r, w: (r[-1] - r[-w]) / w, lambda r, w: r[-1] - r[-1 - w], lambda r, w: (r[-1] - r[0]) / w],
-    "overcommit/most_deferrals": [lambda length, chunk: length // chunk, lambda length, chunk: math.ceil(length / chunk) - 1],
+    "overcommit/next_delta": [
+        lambda r, w, delta, most: delta + 1 if r[-1] > r[-1 - w] else delta - 1,
+        lambda r, w, delta, most: min(most, max(0, delta + (max(1, delta // 4) if r[-1] >= r[-1 - w] else -max(1, delta // 4)))),
+        lambda r, w, delta, most: next_delta(r, len(r) - 1, delta, most),
+        lambda r, w, delta, most: next_delta(r, w, delta, math.inf),
+    ],
+    "overcommit/most_deferrals": [
+        lambda length, chunk, rounds: math.ceil(length / chunk) // rounds,
+        lambda length, chunk, rounds: math.ceil(length / chunk),
+        lambda length, chunk, rounds: math.ceil(math.ceil(length / chunk) / rounds) - 1,
+    ],
     "overcommit/first_batch": [
         lambda lengths, b: sum(lengths[:b]) / b,
         lambda lengths, b: np.mean(lengths),
@@ -128,6 +141,6 @@ WRONG = {  # MODULE/NAME: plausible mistakes
         lambda a, b: (np.mean(a) - np.mean(b), np.std(a, ddof=1) / math.sqrt(len(a))),
         lambda a, b: (np.mean(a) - np.mean(b), np.subtract(a, b).std() / math.sqrt(len(a))),
     ],
-    "together/histogram": [lambda versions, step: np.bincount(versions), lambda versions, step: np.bincount(step - np.array(versions))[1:]],
-    "together/anchor": [lambda b, t, v, step: (np.array(b) + t) / 2, lambda b, t, v, step: b, lambda b, t, v, step: t],
+    "together/histogram": [lambda versions, step: torch.bincount(versions), lambda versions, step: torch.bincount(step - versions)[1:]],
+    "together/anchor": [lambda b, t, v, step: (b + t) / 2, lambda b, t, v, step: b, lambda b, t, v, step: t],
 }

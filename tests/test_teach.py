@@ -163,15 +163,15 @@ def path(name: str) -> Path:
     return ROOT / "figures" / "teach" / f"{name}.png"
 
 
-def test_every_widget_has_its_committed_picture_in_the_cell_before_it():
-    shown = []
+def test_every_widget_has_its_committed_picture_in_the_cell_before_it_and_every_picture_is_shown():
+    image, shown = r"!\[.+?\]\(\.\./\.\./figures/teach/(\w+)\.png\)", []
     for notebook in NOTEBOOKS:
         cells = nbformat.read(notebook, 4).cells
+        shown += [name for cell in cells for name in re.findall(image, cell.source)]
         for before, cell in zip(cells, cells[1:], strict=False):
             for draw in re.findall(r"^show\(\s*\w+\.(\w+),", cell.source, re.MULTILINE) if cell.cell_type == "code" else ():
-                (name,) = re.findall(r"!\[.+?\]\(\.\./\.\./figures/teach/(\w+)\.png\)", before.source)
+                (name,) = re.findall(image, before.source)
                 assert PICTURES[name].__name__ == draw, f"{notebook.stem}: {draw}"
-                shown.append(name)
     assert sorted(shown) == sorted(PICTURES) == sorted(file.stem for file in (ROOT / "figures" / "teach").iterdir())
 
 

@@ -5,7 +5,7 @@ Needs no torch.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ class Simulation:
     rows: list[dict[str, Any]]
     timeline: Timeline
     devices: dict[str, int]
+    world: World
 
     def summary(self, skipped: int = 0) -> dict[str, float]:
         """Means per step after the first `skipped` ones; busy_frac weighs every device by how many it stands for."""
@@ -147,20 +148,28 @@ def _checked(kind: type, file: Path, data: dict[str, Any]) -> Any:
         raise ConfigError(problems, file) from None
 
 
-def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = None, seed: int = 0) -> Simulation:
+def simulate(
+    experiment: Experiment, assumed: Assumptions, steps: int | None = None, seed: int = 0, group=None, heard: Callable = lambda *call: None
+) -> Simulation:
     """Run the experiment's schedule for `steps` training steps (default: all). The same arguments give the same numbers in every process.
 
-    Evaluations and checkpoints are left out. Raises DoesNotFit where a model does not fit its devices.
+    Evaluations and checkpoints are left out. `group(device, model, training=False)` gives a Group in the place of the assumed hardware's; `heard` is
+    told of each call as it begins: seconds, worker, method, arguments, result. Raises DoesNotFit where a model does not fit its devices.
     """
     plan = experiment.schedule
     changed = {"steps": steps or plan.steps, "group_size": 1, "eval_every": 0, "checkpoint_every": 0, "max_concurrent": max_in_flight(experiment)}
     sampler = experiment.sampler.model_copy(update={"chunk": assumed.chunk or experiment.sampler.chunk})
     placed = experiment.model_copy(update={"schedule": plan.model_copy(update=changed), "sampler": sampler})
     world, timeline, rows = _world(experiment, assumed, changed["steps"], seed), Timeline(), []
-    clock = ModelClock(lambda *_: world.take_seconds())
+
+    def cost(*call: Any) -> float:
+        heard(seconds := world.take_seconds(), *call)
+        return seconds
+
+    clock = ModelClock(cost)
 
     async def drive() -> None:
-        crew = await _crew(experiment, assumed, world, clock, timeline)
+        crew = await _crew(experiment, assumed, world, clock, timeline, group or partial(_group, assumed))
         async with aclosing(SCHEDULES[plan.kind](crew, placed, None)) as records:
             async for record in records:
                 end = record.metrics["time/elapsed"]
@@ -173,7 +182,7 @@ def simulate(experiment: Experiment, assumed: Assumptions, steps: int | None = N
 
     with ThreadPoolExecutor(1) as pool:  # a notebook's own thread has a loop already
         pool.submit(run).result()
-    return Simulation(rows, timeline, {name: assumed.devices[name] for name in experiment.runtime.placement})
+    return Simulation(rows, timeline, {name: assumed.devices[name] for name in experiment.runtime.placement}, world)
 
 
 def seconds_per_step(experiment: Experiment, assumed: Assumptions, steps: int = 40, trace: Path | None = None) -> tuple[float, dict[str, float]]:
@@ -241,12 +250,10 @@ def _world(experiment: Experiment, assumed: Assumptions, steps: int, seed: int) 
     return World(assumed.lengths, requests, plan.group_size, plan.batch_size, steps, seed, assumed.rewards)
 
 
-async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline) -> _Crew:
+async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline, group: Callable) -> _Crew:
     placement, c, factor = experiment.runtime.placement, experiment.learner, assumed.calibration
     devices = {name: Device(name, InlineExecutor(), clock, timeline, assumed.lanes, assumed.contention) for name in [*placement, "driver"]}
     roles = {role: [name for name, hosted in placement.items() if role in hosted] for role in ("sampler", "learner", "reward", "reference")}
-
-    group = partial(_group, assumed)
 
     async def place(role: str, device: str, worker: Any) -> Call:
         await devices[device].place(role, lambda: worker)

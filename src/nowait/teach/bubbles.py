@@ -49,9 +49,11 @@ def gantt(tail: float = 0.8, chunk: int = 64, reading: float = 0.5) -> Figure:
     figure = Figure(figsize=(8.4, 4.8))
     figure.subplots_adjust(0.15, 0.11, 0.98, 0.94, hspace=0.3)
     live, chart = figure.subplots(2, 1, height_ratios=(1, 2))
-    lengths = np.sort(step("intra", tail, chunk, reading).lengths[:BATCH])
+    played = step("intra", tail, chunk, reading)
+    lengths = np.sort(played.lengths[:BATCH])
     tokens = np.arange(lengths[-1] + 1)
-    counts, seconds = (lengths[:, None] > tokens).sum(0), tokens * DECODE + (tokens // chunk) * CALL
+    counts, written = (lengths[:, None] > tokens).sum(0), tokens * DECODE + -(-tokens // chunk) * CALL
+    seconds = played.of("sampler", "decode")[-1].end + written - written[-1]
     live.fill_between(seconds, counts, step="post", color=WORK["sampler", "decode"][1], alpha=0.35, linewidth=0)
     live.axvspan(seconds[lengths[BATCH // 2]], seconds[-1], color="#E69F00", alpha=0.15, linewidth=0)
     live.set_title(f"sequences being written, of n = {BATCH}; shaded: the tail, fewer than half", loc="left", y=1)
@@ -66,7 +68,7 @@ def gantt(tail: float = 0.8, chunk: int = 64, reading: float = 0.5) -> Figure:
                 colours.append(WORK[c.worker, c.method][1])
         chart.text(ends[method] + 0.1, 2.4 * i, f"{ends[method]:.2f} s", va="center")
     chart.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.4))
-    chart.set_title("what devices a and b do; white: a bubble", loc="left", y=1)
+    chart.set_title(f"devices a and b; white: a bubble; tail {tail:g}, chunk {chunk} tokens, reading {reading:g} ms per token", loc="left", y=1)
     end = 1.12 * max(ends.values())
     for x, key in ((0.02, ("sampler", "decode")), (0.22, ("reward", "prefill")), (0.56, ("learner", "logp")), (0.83, ("learner", "update"))):
         chart.text(end * x, 4.35, WORK[key][0], color=WORK[key][1], weight="bold", va="center")

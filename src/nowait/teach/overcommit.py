@@ -72,20 +72,22 @@ def price(deltas=(0, 4, 8, 16, 32, 64), seeds: int = 3, steps: int = 24) -> pd.D
 
 @styled
 def lanes(delta: int = 2, seed: int = 4) -> Figure:
-    """Every request of four steps with B = 4 as a bar, coloured by the weights that wrote it; grey: updates, with what they train."""
+    """Every request of four steps with B = 4 as a bar, coloured by the weights that wrote it; grey: forward passes (light) and updates."""
     played, figure = course(delta, 4, 4, 8, seed, 24), Figure(figsize=(7.6, 4))
-    figure.subplots_adjust(0.08, 0.13, 0.99, 0.82)
+    figure.subplots_adjust(0.08, 0.13, 0.99, 0.78)
     ax = figure.subplots()
     for version in range(4):
         rounds = [c for c in played.of("sampler", "decode") if c.result.version == version]
         bars = [(i, c.start, c.start + 0.01 * n) for c in rounds for i, n in zip(c.result.sequence, _made(c.result), strict=True)]
         ax.hlines(*np.array(bars).T, colors=HUES[version], linewidth=7)
+    for method, grey in (("logp", "#E2E2E2"), ("update", "#AAAAAA")):
+        for call in played.of("learner", method):
+            ax.axvspan(call.start, call.end, color=grey, linewidth=0)
     for call in played.of("learner", "update"):
-        ax.axvspan(call.start, call.end, color="#BBBBBB", linewidth=0)
-        ax.text(call.end, -1.2, f"trains {', '.join(map(str, call.args[0].group))}", ha="right", va="bottom", fontsize=9)
+        ax.text(call.end, -1.2, f"trains\n{', '.join(map(str, call.args[0].group))}", ha="right", va="bottom")
     ax.set(xlabel="seconds (virtual)", ylabel="request", ylim=(16 + delta - 0.4, -0.8))
     ax.set_yticks(range(0, 16 + delta, 2))
-    ax.set_title(f"B = 4, Δ = {delta}, n = 1 course; colour: version of the weights, grey: update", loc="left", pad=20)
+    ax.set_title(f"B = 4, Δ = {delta}, n = 1 course; colour: version; light grey: forward pass, grey: update", loc="left", pad=38)
     return figure
 
 
@@ -102,16 +104,22 @@ def deferrals(delta: int = 8) -> Figure:
     times, short, bottom = frame["deferrals"].clip(upper=ONWARDS).to_numpy(), (frame["tokens"] <= frame["tokens"].median()).to_numpy(), 0.0
     for name, part, colour in (("shorter half", short, HUES[0]), ("longer half", ~short, HUES[1])):
         share = np.bincount(times[part], minlength=ONWARDS + 1) / len(frame)
-        left.bar(range(ONWARDS + 1), share, 0.7, bottom, color=colour, label=name)
-        bottom = share
-    left.set(ylim=(0, 1), xlabel="times carried over", ylabel="share of trained requests")
-    left.legend()
+        left.bar(range(ONWARDS + 1), share, 0.7, bottom, color=colour)
+        left.text(ONWARDS + 0.5, 0.6 + 0.12 * (part is short), name, color=colour, ha="right", weight="bold")
+        bottom = bottom + share
+    left.set(ylim=(0, 1.12), xlabel="times carried over", ylabel="share of trained requests")
     left.set_title(f"B = {BATCH}, Δ = {delta}, n = {len(frame):,} requests", loc="left")
-    groups = [frame[times == k] for k in range(ONWARDS + 1)]
-    right.bar(range(ONWARDS + 1), [g["stale"].sum() / max(1, g["tokens"].sum()) for g in groups], 0.7, color=HUES[2])
-    right.set(ylim=(0, 1), xlabel="times carried over", ylabel="share of stale tokens")
+    stale, tokens, count = (np.bincount(times, weights, minlength=ONWARDS + 1) for weights in (frame["stale"], frame["tokens"], None))
+    old = stale / tokens.clip(min=1)
+    right.bar(range(ONWARDS + 1), old, 0.7, color=HUES[2])
+    for k in range(ONWARDS + 1):
+        left.text(k, bottom[k] + 0.02, f"{count[k]:,.0f}", ha="center")
+        right.text(k, old[k] + 0.02, f"{old[k]:.0%}" if count[k] else "none", ha="center")
+    right.set(ylim=(0, 1.12), xlabel="times carried over", ylabel="share of stale tokens")
+    right.set_title("of the requests in each bar", loc="left")
     for ax in (left, right):
         ax.set_xticks(range(ONWARDS + 1), ["0", "1", "2", "3", "4 +"])
+        ax.set(xlim=(-0.6, ONWARDS + 0.6), yticks=(0, 0.5, 1))
     return figure
 
 
@@ -161,21 +169,24 @@ def rules(rule: str = "slope", noise: float = 0.1, window: int = 10, seed: int =
     lower.step(range(500), delta, color=HUES[5])
     lower.set(ylim=(-0.5, 16.5), xlabel="training step", ylabel="Δ, requests")
     last = delta[300:]
-    lower.set_title(f"rule {rule}, last 200 steps: mean Δ {last.mean():.1f}, Δ = 0 in {100 * (last == 0).mean():.0f} %", loc="left")
+    lower.set_title(f"rule {rule}, window {window}; last 200 steps: mean Δ {last.mean():.1f}, Δ = 0 in {100 * (last == 0).mean():.0f} %", loc="left")
     return figure
 
 
 PICTURES = {"overcommit_lanes": lanes, "overcommit_deferrals": deferrals, "overcommit_selection": selection, "overcommit_rules": rules}
 EXERCISES = {
-    "slope": [
-        (([1.0, 5.0, 2.0, 4.0], 3), 1.0, "(1/w) times the sum of R_i - R_(i-1) over the last w steps; write it out for w = 3 and see what cancels"),
-        (([0.5, 9.0, 9.0, 0.5], 3), 0.0, "only the last reward and the one w steps before it are left"),
-        (([7.0, 1.0, 2.0, 3.0], 1), 1.0, "the window is w steps back from the last reward, whatever came earlier"),
+    "next_delta": [
+        (([1.0, 5.0, 2.0, 4.0], 3, 9, 16), 11, "the slope is that of the last reward over the one w steps before; a quarter of 9 is 2"),
+        (([0.5, 9.0, 9.0, 0.5], 3, 8, 16), 6, "a slope of 0 is not above 0: down"),
+        (([7.0, 1.0, 2.0, 3.0], 1, 2, 16), 3, "a quarter of 2 is less than 1: one step then; the window reaches back w steps, whatever came earlier"),
+        (([1.0, 2.0], 1, 15, 16), 16, "up by 3 would be over the limit"),
+        (([2.0, 1.0], 1, 0, 16), 0, "Δ is never below 0"),
     ],
     "most_deferrals": [
-        ((256, 16), 16, "every step decodes at least one round, and a round brings every request C tokens nearer to its end"),
-        ((17, 16), 2, "a request that has begun a round needs all of it: round up"),
-        ((16, 16), 1, "complete, but not among the first B, it waits for one more update"),
+        ((256, 16, 2), 8, "16 rounds complete the request; how many steps is that, at 2 rounds a step?"),
+        ((17, 16, 1), 2, "a request that has begun a round needs all of it: round up"),
+        ((100, 16, 3), 3, "7 rounds, 3 a step: a step that is begun ends, too, so round up again"),
+        ((16, 16, 3), 1, "complete, but not among the first B, it waits for one more update"),
     ],
     "first_batch": [
         (([8, 40, 3, 17, 5, 90], 4), 8.25, "all of them start at once and write equally fast: which are the first B to end?"),

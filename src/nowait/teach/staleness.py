@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import matplotlib
 import numpy as np
@@ -51,8 +52,9 @@ def flow(played: Played, eta: int) -> tuple[np.ndarray, np.ndarray]:
 def watch(eta: int = 2, tail: float = 0.6, seconds: float = 4.0) -> Figure:
     """What has happened after so many seconds: pieces of responses in the colour of the version that sampled them; the gate; the staleness."""
     played, most = run(eta, tail), BATCH * (STEPS + eta + 1)
-    figure = Figure(figsize=(8.4, 6.2))
-    figure.subplots_adjust(0.08, 0.09, 0.99, 0.95, hspace=0.2)
+    end = math.ceil(played.rows[-1]["time/elapsed"])
+    figure = Figure(figsize=(6.6, 6.2))
+    figure.subplots_adjust(0.1, 0.09, 0.98, 0.95, hspace=0.2)
     top, gate = figure.subplots(2, 1, height_ratios=(3, 2))
     decodes, updates = ([c for c in played.of(*call) if c.start < seconds] for call in (("sampler", "decode"), ("learner", "update")))
     bars = [(c.start, c.end, row, 0.4, c.result.version) for c in decodes for row in c.result.sequence]
@@ -69,17 +71,18 @@ def watch(eta: int = 2, tail: float = 0.6, seconds: float = 4.0) -> Figure:
         top.text(c.start, -3, f" {step}", va="center", color="white" if step < STEPS / 2 else "black")
     top.axvline(seconds, color="#D55E00", linewidth=1.2)
     top.grid(False)
-    top.set(xticks=range(0, 10, 3), xticklabels=[], yticks=range(0, most, 10), xlim=(0, 9), ylim=(most, -4.8), ylabel="request")
-    top.set_title(f"η = {eta}; colour: version of the weights, numbered in the learner's row on top; grey: waits", loc="left", y=1)
+    top.set(xticklabels=[], yticks=range(0, most, 10), xlim=(0, end), ylim=(most, -4.8), ylabel="request")
+    top.set_title(f"η = {eta}, B = {BATCH}, {SLOTS} slots; colour: version, as numbered on top", loc="left", y=1)
     times, counts = flow(played, eta)
     for i, (name, colour) in enumerate({"allowed": "#BBBBBB", "let in": "#0072B2", "complete": "#009E73", "trained": "#D55E00"}.items()):
         gate.step(times[times < seconds], counts[times < seconds, i], where="post", color=colour, linewidth=1.8 if i else 5)
-        gate.text(8.9, most * (0.35 - 0.09 * i), name, color=colour, ha="right", weight="bold")
-    gate.set(xticks=range(0, 10, 3), yticks=range(0, most, 10), xlim=(0, 9), ylim=(0, most))
-    gate.set(xlabel="virtual seconds, toy machine", ylabel="requests in all")
+        gate.text(0.98 * end, most * (0.35 - 0.09 * i), name, color=colour, ha="right", weight="bold")
+    for ax in (top, gate):
+        ax.set_xticks(range(end + 1))
+    gate.set(yticks=range(0, most, 10), xlim=(0, end), ylim=(0, most), xlabel="virtual seconds, toy machine", ylabel="requests in all")
     ages = np.concatenate([np.zeros(0, int), *(step - c.args[0].version[c.args[0].mask] for step, c in enumerate(updates))])
     shares = ", ".join(f"{n / len(ages):.0%} d = {d}" for d, n in enumerate(np.bincount(ages)) if n)
-    gate.set_title(f"trained tokens: {shares} (n = {len(ages)} pieces of up to 8)", loc="left", y=1)
+    gate.set_title(f"trained pieces: {shares}; n = {len(ages)}", loc="left", y=1)
     return figure
 
 
@@ -135,7 +138,7 @@ def anchors(amount: float = 0.15, epsilon: float = 0.2, coherent: bool = False) 
     return figure
 
 
-PICTURES = {"staleness_watch": watch, "staleness_anchors": anchors}
+PICTURES = {"staleness_watch": watch, "staleness_watch_0": functools.partial(watch, eta=0, seconds=9.0), "staleness_anchors": anchors}
 EXERCISES = {
     "capacity": [
         ((4, 2, 0, 0, 0), 12, "(eta + version + 1) * batch requests may ever have been let in"),

@@ -4,6 +4,7 @@ its tokens by its own staleness."""
 from __future__ import annotations
 
 import numpy as np
+import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -23,16 +24,17 @@ def simulated(delta: int, step: int) -> np.ndarray:
 
 
 @styled
-def tiles(d: np.ndarray) -> Figure:
-    """The tokens of a batch, one sequence per row, coloured by staleness d; d is -1 on padding."""
-    figure = Figure(figsize=(7.6, 3.4))
-    figure.subplots_adjust(0.08, 0.17, 1.02, 0.88)
+def tiles(d: np.ndarray, batch: str) -> Figure:
+    """The tokens of a batch, which the title names, one sequence per row, coloured by staleness d; d is -1 on padding."""
+    figure = Figure(figsize=(7.6, 3.6))
+    figure.subplots_adjust(0.08, 0.16, 1.02, 0.84)
     ax = figure.subplots()
     drawn = ax.imshow(d.clip(-1, 4), aspect="auto", interpolation="nearest", cmap=ListedColormap(AGES), vmin=-1.5, vmax=4.5)
     mixed = sum(len(set(row[row >= 0])) > 1 for row in d)
     ax.set(xlabel="token of the response", ylabel="sequence", yticks=range(len(d)))
     ax.grid(False)
-    ax.set_title(f"{mixed} of {len(d)} sequences have mixed versions; n = {(d >= 0).sum()} tokens, mean d {d[d >= 0].mean():.2f}", loc="left")
+    found = f"{mixed} of {len(d)} sequences have mixed versions; n = {(d >= 0).sum()} tokens, mean d {d[d >= 0].mean():.2f}"
+    ax.set_title(f"{batch}\n{found}", loc="left")
     bar = figure.colorbar(drawn, ax=ax, ticks=range(-1, 5), pad=0.02)
     bar.ax.set_yticklabels(["no token", "d = 0", "1", "2", "3", "4 +"])
     return figure
@@ -40,7 +42,7 @@ def tiles(d: np.ndarray) -> Figure:
 
 def versions(delta: int = 4, step: int = 5) -> Figure:
     """`tiles` of a simulated batch with B = 8."""
-    return tiles(simulated(delta, step))
+    return tiles(simulated(delta, step), f"simulated, B = 8, Δ = {delta}, training step {step}")
 
 
 @styled
@@ -50,8 +52,8 @@ def anchors(oldest: int = 3, drift: float = 0.1, epsilon: float = 0.1, seed: int
     log(theta / behav) is drawn from a normal distribution with standard deviation drift * sqrt(d), a random walk of the weights.
     """
     d = np.repeat(np.arange(oldest, -1, -1), TOKENS)
-    x, figure = drift * np.sqrt(d) * np.random.default_rng(seed).normal(size=len(d)), Figure(figsize=(7.6, 3.6))
-    figure.subplots_adjust(0.1, 0.15, 0.99, 0.82)
+    x, figure = drift * np.sqrt(d) * np.random.default_rng(seed).normal(size=len(d)), Figure(figsize=(7.6, 4))
+    figure.subplots_adjust(0.1, 0.14, 0.99, 0.76)
     ax, t, power = figure.subplots(), np.arange(len(d)), d.clip(min=1)
     low, high = power * np.log(1 - epsilon), power * np.log(1 + epsilon)
     ax.fill_between(t, low, high, step="mid", color=AGES[3], alpha=0.2, linewidth=0, label="A-3PO does not clip")
@@ -62,8 +64,8 @@ def anchors(oldest: int = 3, drift: float = 0.1, epsilon: float = 0.1, seed: int
         ax.text((oldest - age + 0.5) * TOKENS - 0.5, 0.02, f"d = {age}", ha="center", transform=ax.get_xaxis_transform())
     ax.set(xlabel="token of the response", ylabel="log(π / behav), nats", xlim=(-1, len(d)))
     clipped = [int(((x < m) | (x > n)).sum()) for m, n in ((low, high), (np.log(1 - epsilon), np.log(1 + epsilon)))]
-    ax.set_title(f"outside A-3PO's band: {clipped[0]} of n = {len(d)} tokens; outside behave's, 1 ± ε: {clipped[1]}", loc="left", pad=24)
-    figure.legend(loc="upper right", ncols=4, fontsize=9, bbox_to_anchor=(0.99, 0.92))
+    ax.set_title(f"outside A-3PO's band: {clipped[0]} of n = {len(d)} tokens; outside behave's, 1 ± ε: {clipped[1]}", loc="left", pad=44)
+    ax.legend(loc="lower left", ncols=2, bbox_to_anchor=(0, 0.98))
     return figure
 
 
@@ -71,16 +73,20 @@ PICTURES = {"together_versions": versions, "together_anchors": anchors}
 EXERCISES = {
     "histogram": [
         (
-            ([0, 0, 1, 2, 2], 2),
+            (torch.tensor([0, 0, 1, 2, 2]), 2),
             [2, 1, 2],
             "d of a token is the step that trains it minus the version that wrote it; count how often d is 0, 1, 2, ...",
         ),
-        (([3, 3], 5), [0, 0, 2], "the counts begin at d = 0, also where no token has it"),
+        ((torch.tensor([3, 3]), 5), [0, 0, 2], "the counts begin at d = 0, also where no token has it"),
     ],
     "anchor": [
-        (([-1.0, -1.0, -1.0], [-0.4, -0.4, -0.4], [1, 3, 4], 4), [-0.6, -1.0, -1.0], "d = 3, 1, 0: alpha is 1/3, 1, and 1 for the fresh token"),
         (
-            ([-2.0, -1.0], [-1.0, -2.0], [0, 0], 2),
+            (torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.4, -0.4, -0.4]), torch.tensor([1, 3, 4]), 4),
+            [-0.6, -1.0, -1.0],
+            "d = 3, 1, 0: alpha is 1/3, 1, and 1 for the fresh token",
+        ),
+        (
+            (torch.tensor([-2.0, -1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), 2),
             [-1.5, -1.5],
             "alpha log pi_behav + (1 - alpha) log pi_theta, token by token, alpha = 1/2 at d = 2",
         ),

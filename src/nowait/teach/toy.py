@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,11 +11,8 @@ import numpy as np
 
 from nowait import config
 from nowait.config import Experiment
-from nowait.runtime.device import Device, InlineExecutor, ModelClock, event_loop
-from nowait.runtime.timeline import Timeline
-from nowait.schedules.common import Crew, StepRecord
-from nowait.training import SCHEDULES
-from nowait.workers.simulated import Lengths, RewardCurve, SimulatedLearner, SimulatedPrompts, SimulatedReader, SimulatedSampler, World
+from nowait.simulate import Assumptions, Calibration, simulate
+from nowait.workers.simulated import Lengths
 
 FORWARD_SHARE = 0.25  # seconds of a forward pass over those of an update of the same tokens
 _load = functools.cache(config.load)
@@ -34,9 +30,9 @@ class Call(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What happened: a record per training step, every call in the order of its beginning, and the response tokens of each request."""
+    """What happened: metrics of every training step, every call in the order of its beginning, and the response tokens of each request."""
 
-    records: list[StepRecord]
+    rows: list[dict[str, Any]]
     calls: list[Call]
     lengths: np.ndarray  # int64 [requests]
 
@@ -61,55 +57,34 @@ class _Linear:
     def update(self, lengths, **plan) -> float:
         return self.forward(lengths)
 
+    def transfer(self) -> float:
+        return 0.0
+
 
 def experiment(name: str, method: str, **sections: dict) -> Experiment:
-    """A shipped setup at scale smoke with some settings replaced, such as schedule={"steps": 3}; one sequence per request, no evaluation."""
+    """A shipped setup at scale smoke with some settings replaced, such as schedule={"steps": 3}; one sequence per request, no reference."""
     e = _load(name, scale="smoke", method=method)
-    sections["schedule"] = {"group_size": 1, "eval_every": 0, "checkpoint_every": 0} | sections.get("schedule", {})
+    sections["schedule"] = {"group_size": 1} | sections.get("schedule", {})
+    sections["algorithm"] = {"kl_coef": 0.0}
     return e.model_copy(update={section: getattr(e, section).model_copy(update=values) for section, values in sections.items()})
 
 
-def play(e: Experiment, lengths: Lengths, *, decode_step=0.01, read_token=0.0, update_token=0.0, call=0.0, rewards=None, seed=0) -> Played:
+def play(e: Experiment, lengths: Lengths, *, decode_step=0.01, read_token=0.0, update_token=0.0, call=0.0, seed=0) -> Played:
     """Run the schedule of an experiment to its end, in milliseconds; the same arguments give the same in every process.
 
     Seconds per decode step, per token (prompt included) that the reward model reads, per token that is trained, and more per call of sampler or
     reward model. The arrays of a batch have an entry per piece of up to 8 tokens (`workers.simulated`).
     """
-    plan, calls, records = e.schedule, [], []
-    requests = plan.batch_size * (plan.steps + plan.max_staleness + 1) + 2 * e.sampler.slots + e.overlap.delta_max
-    world = World(lengths, requests, 1, plan.batch_size, plan.steps, seed, rewards or RewardCurve())
-    workers = {
-        "sampler": SimulatedSampler(world, _Linear(step=decode_step, call=call), e.sampler.slots),
-        "learner": SimulatedLearner(
-            world, _Linear(update_token), minibatches=1, epochs=1, micro_batch_tokens=1, recompute=False, forward=FORWARD_SHARE
-        ),
-        "reward": SimulatedReader(world, _Linear(read_token, call=call)),
-    }
+    calls, placement = [], e.runtime.placement
 
-    def cost(worker: str, method: str, args: tuple, result: object) -> float:
-        now, seconds = asyncio.get_running_loop().time(), world.take_seconds()
-        calls.append(Call(now, now + seconds, worker, method, args, result))
-        return seconds
+    def group(device: str, model: str, training: bool = False) -> _Linear:
+        return _Linear(update_token) if training else _Linear(step=decode_step, call=call) if model == "actor" else _Linear(read_token, call=call)
 
-    async def drive() -> None:
-        async for record in SCHEDULES[plan.kind](await _crew(e, workers, ModelClock(cost)), e, None):
-            records.append(record)
+    def heard(seconds: float, *what) -> None:
+        now = asyncio.get_running_loop().time()
+        calls.append(Call(now, now + seconds, *what))
 
-    def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: event_loop(ModelClock(cost))) as runner:
-            runner.run(drive())
-
-    with ThreadPoolExecutor(1) as pool:  # a notebook's own thread has a loop already
-        pool.submit(run).result()
-    return Played(records, calls, world.response[:, 0])
-
-
-async def _crew(e: Experiment, workers: dict[str, Any], clock: ModelClock) -> Crew:
-    timeline, hosts = Timeline(), {role: name for name, hosted in e.runtime.placement.items() for role in hosted}
-    devices = {name: Device(name, InlineExecutor(), clock, timeline) for name in [*e.runtime.placement, "driver"]}
-    names = {role: hosts.get(role, "driver") for role in workers}
-    for role, name in names.items():
-        await devices[name].place(role, lambda role=role: workers[role])
-    sampler, learner, reward = (functools.partial(devices[name].run, role) for role, name in names.items())
-    placed = {"sampler": [names["sampler"]], "learner": [names["learner"]], "scorer": [names["reward"]]}
-    return Crew([sampler], [learner], reward, SimulatedPrompts(), timeline, placed, slots=e.sampler.slots)
+    costs = {"hardware": "", "devices": dict.fromkeys(placement, 1), "calibration": Calibration(forward=FORWARD_SHARE)}
+    reader = "reader" if any("reward" in hosted for hosted in placement.values()) else None
+    simulation = simulate(e, Assumptions(actor="actor", reward_model=reader, lengths=lengths, **costs), seed=seed, group=group, heard=heard)
+    return Played(simulation.rows, calls, simulation.world.response[:, 0])

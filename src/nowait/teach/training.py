@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -18,7 +19,7 @@ from nowait.reproduce import figures_dir
 FILE = Path(__file__).with_suffix(".csv")
 METHODS = ("sync", "recompute", "behave", "loglinear")
 RECORDED = {  # metric: where it comes from, a CSV file under figures/ and its column
-    "reward": ("a3po_train_reward_steps", "rollout/reward_mean"),
+    "reward, share right": ("a3po_train_reward_steps", "rollout/reward_mean"),
     "entropy, nats": ("a3po_entropy", "train/entropy"),
     "clipped share": ("a3po_clipped_tokens", "train/clip_frac"),
     "largest ratio": ("a3po_importance_weight_max", "train/ratio_max"),
@@ -51,17 +52,21 @@ def record() -> None:
 
 
 @styled
-def curves(metric: str = "reward", smooth: int = 10) -> Figure:
-    """Means over seeds of running means over `smooth` steps, single seeds as thin lines."""
-    figure, table = Figure(figsize=(7.6, 3.6)), recorded(metric).rolling(smooth).mean()
-    figure.subplots_adjust(0.1, 0.15, 0.99, 0.9)
-    ax = figure.subplots()
-    for method in METHODS:
-        each = table[method]
-        ax.plot(each, color=curve(ax, each.index, each.mean(axis=1), method, markevery=10).get_color(), linewidth=0.6, alpha=0.5)
-    ax.set(xlabel=f"training step (mean of the last {smooth})", ylabel=metric)
-    ax.set_title(f"A-3PO's setup 1 at scale cpu, n = {each.shape[1]} seeds", loc="left")
-    ax.legend(ncols=4, fontsize=9)
+def curves(metric: str = "reward, share right", smooth: int = 10) -> Figure:
+    """A panel per method: running means over `smooth` steps, their mean over seeds and single seeds as thin lines; grey: means of the others."""
+    figure, table = Figure(figsize=(7.2, 4.6)), recorded(metric).rolling(smooth).mean()
+    figure.subplots_adjust(0.1, 0.12, 0.99, 0.88, hspace=0.25, wspace=0.06)
+    means = {method: table[method].to_numpy().mean(axis=1) for method in METHODS}
+    for ax, method in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, METHODS, strict=True):
+        ax.plot(table.index, np.stack([means[other] for other in METHODS if other != method], 1), color="#BBBBBB", linewidth=1)
+        line = curve(ax, table.index, means[method], method, markevery=10, linewidth=2.2)
+        ax.plot(table.index, table[method], color=line.get_color(), linewidth=0.9, alpha=0.6)
+        ax.set_title(line.get_label(), loc="left", color=line.get_color(), weight="bold", y=0.98)
+        ax.set_xticks((0, 50, 100))
+        ax.locator_params(axis="y", nbins=4)
+        ax.label_outer()
+    figure.suptitle(f"{metric}: A-3PO's setup 1 at scale cpu, n = {table[method].shape[1]} seeds (thin)", x=0.1, ha="left", fontsize=12)
+    figure.supxlabel(f"training step (mean of the last {smooth})", fontsize=11, y=0)
     return figure
 
 
