@@ -192,7 +192,7 @@ def test_the_forward_pass_of_every_setup_is_shown_beside_published_and_simulated
     published, simulated, measured = figures.draw("a3po_proximal_seconds", pd.concat([proximal_seconds(), second.iloc[:1]])).axes
     names = [[label.get_text() for label in ax.get_yticklabels()] for ax in (published, simulated, measured)]
     assert names[1] == ["setup 1: recompute", "setup 2: recompute"] and len(names[0]) == 4
-    assert names[2] == ["setup 1: recompute", "setup 1: loglinear", "tensors of the paper's size: loglinear", "setup 2: recompute"]
+    assert names[2] == ["setup 1: recompute", "setup 1: loglinear", "setup 2: recompute", "tensors of the paper's size: loglinear"]
 
 
 @pytest.mark.parametrize(("seeds", "bands", "lines"), [(1, 0, 1), (4, 0, 5), (5, 1, 1)])

@@ -337,6 +337,12 @@ def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     assert found.loc[("setup1", "sync")].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
+def timed(clock: str, scale: str) -> pd.DataFrame:
+    """Data of the figure of proximal seconds."""
+    head = {"setup": ["setup1"], "tensors": ["cpu model"], "method": ["recompute"]}
+    return pd.DataFrame({**head, "seconds": [0.1], "simulated": [1.0], "blocks": [1], "clock": clock, "scale": scale})
+
+
 COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}, "parameters": {}}
 
 
@@ -359,7 +365,7 @@ def test_only_the_reproduction_itself_with_as_many_seeds_is_saved_under_figures(
     monkeypatch.delenv("NOWAIT_FIGURES", raising=False)
     monkeypatch.delenv("NOWAIT_RUNS", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    frame = pd.DataFrame({"setup": ["setup1"], "tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "simulated": [1.0], "blocks": [1], "clock": "wall", "scale": "cpu"})
+    frame = timed("wall", "cpu")
     origin = {"provenance": {"seeds": [0, 1], "code": ["c0de"], "config": {"bench/setup1/loglinear": "abc"}}}
     chosen = replace(plan(), **change)
     if kept:
@@ -395,7 +401,7 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
     for name in ("FIGURES", "RUNS"):
         monkeypatch.delenv(f"NOWAIT_{name}", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    frame = pd.DataFrame({"setup": ["setup1"], "tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "simulated": [1.0], "blocks": [1], "clock": "model", "scale": "paper"})
+    frame = timed("model", "paper")
     plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "cpu", [1], [], False, {})
     chosen = replace(plain, **change)
     shown = study.publish(chosen, "a3po_proximal_seconds", frame)

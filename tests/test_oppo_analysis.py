@@ -204,7 +204,8 @@ def test_the_bench_replaces_the_seconds_and_keeps_what_runs_alone_know():
 
 
 @pytest.mark.parametrize(
-    ("generate", "verdicts"), [([0.7, 0.7, 0.7], ["pass"] * 3), ([0.5, 0.5, 0.5], ["fail", "pass", "pass"]), ([0.5, 0.6, 0.8], ["not resolved", "pass", "pass"])]
+    ("generate", "verdicts"),
+    [([0.7, 0.7, 0.7], ["pass"] * 3), ([0.5, 0.5, 0.5], ["fail", "pass", "pass"]), ([0.5, 0.6, 0.8], ["not resolved", "pass", "pass"])],
 )
 def test_the_stages_of_a_sequential_step_have_shares_that_were_asked_for(generate, verdicts):
     sequential = [made_up_run("sequential", seed, time_generate=seconds) for seed, seconds in enumerate(generate)]
@@ -412,7 +413,7 @@ def test_what_is_published_stands_as_words_in_panels_of_measured_curves(frames):
     times, rewards = words("oppo_time_to_reward"), words("oppo_reward_steps")
     assert times[0] == "published: reward 4.17 in 2,300 min (OPPO)\ninstead of 4,300 (TRL), 1.9 times sooner"
     assert times[2] == "published: target reached 2.8 times sooner"
-    assert rewards[0] == "published: 2.0 at step 150, 4.1 at step 600" and rewards[1] == "published: no values known"
+    assert rewards[0] == "published: 2.0 at step 150,\n4.1 at step 600" and rewards[1] == "published: no values known"
     assert words("oppo_overcommitment") == ["published: dynamic best,\nthen fixed 8 (good early only), then fixed 4"]
     assert words("oppo_staleness") == ["published: slower reward per step\nand a lower final reward than synchronous"] and words("oppo_grpo") == []
 

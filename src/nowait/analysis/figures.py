@@ -65,9 +65,10 @@ def proximal_seconds(frame: pd.DataFrame) -> Figure:
             place[f"{spaced(setup)}: {method}"] = (method, value.get("typical", value.get("mean")), value.get("range"))
     _dots(top, place)
     top.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
-    named = {f"{row.tensors if row.setup == '-' else spaced(row.setup)}: {row.method}": row for row in frame.itertuples()}
+    rows = sorted(frame.itertuples(), key=lambda row: row.setup == "-")  # tensors of no setup last
+    named = {f"{row.tensors if row.setup == '-' else spaced(row.setup)}: {row.method}": row for row in rows}
     _dots(middle, {name: (row.method, row.simulated, None) for name, row in named.items() if row.simulated > 0})
-    middle.set_title("simulated at the paper's scale, seconds per step, by data sheets alone")
+    middle.set_title("simulated at the paper's scale, seconds per step\nby data sheets alone")
     _dots(bottom, {name: (row.method, row.seconds, None) for name, row in named.items()})
     bottom.set_title(f"measured, seconds per batch, {note(frame)}")
     bottom.set_xlabel("seconds")

@@ -95,8 +95,8 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def bench_rows(bench: dict) -> pd.DataFrame:
-    """From the JSON of the overlap bench, a row per variant: seconds per step and speed-up over sequential, median and s.e. over blocks, Δ / B; for OPPO
-    the overlap efficiency, work of the busiest device by itself over elapsed time."""
+    """From the JSON of the overlap bench, a row per variant: seconds per step and speed-up over sequential, median and s.e. over blocks, Δ / B; for
+    OPPO the overlap efficiency, work of the busiest device by itself over elapsed time."""
     base, rows = np.array(next(row["blocks"] for row in bench["rows"] if row["variant"] == "sequential")), []
     for row in bench["rows"]:
         head = {"setup": setup(bench["config"]), "method": row["variant"], **{name: bench[name] for name in ("scale", "clock", "blocks")}}

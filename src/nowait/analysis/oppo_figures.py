@@ -72,7 +72,7 @@ def _minutes(task: str) -> str:
 
 def _rewards(task: str) -> str:
     known = published.load("oppo")["figures"]["reward_vs_step"].get(task, {})
-    return ", ".join(f"{value} at {f'the {key}' if isinstance(key, str) else f'step {key}'}" for key, value in known.items()) or "no values known"
+    return ",\n".join(f"{value} at {f'the {key}' if isinstance(key, str) else f'step {key}'}" for key, value in known.items()) or "no values known"
 
 
 def _claim(task: str) -> str:
@@ -130,7 +130,7 @@ def _bars(frame: pd.DataFrame, titles: dict[str, str], form: str) -> Figure:
     figure, axes = panels(2, 2, 10, 7.4)
     tasks, methods = list(frame["setup"].unique()), ordered(frame["method"])
     width = 0.8 / len(methods)
-    names = [spaced(task).replace(" ", "\n") for task in tasks]
+    names = [spaced(task).replace("stackexchange", "stack-\nexchange").replace(" ", "\n") for task in tasks]
     for ax, (column, title) in zip(axes.flat, titles.items(), strict=True):
         for i, method in enumerate(methods):
             part = frame[(frame["method"] == method) & frame[column].notna()]

@@ -68,7 +68,7 @@ def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row
 
 
 def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
-    """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for; then for those of our own."""
+    """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for; then our own."""
     facts, rules = published.load(paper), published.load("targets")[paper]
     for target, rule in [*zip(facts["shape_targets"], rules["shapes"], strict=True), *((f"ours: {rule['target']}", rule) for rule in rules["own"])]:
         for setup in rule.get("setups", facts.get("setups") or facts["tasks"]):

@@ -63,8 +63,8 @@ def beside(frame: pd.DataFrame, paper: str) -> pd.DataFrame:
 
 
 def forward_beside(frame: pd.DataFrame) -> pd.DataFrame:
-    """A frame of `tables.proximal_seconds` with the seconds of the forward pass at the paper's scale, by data sheets alone: the calibration was made to
-    meet the published ones."""
+    """A frame of `tables.proximal_seconds` with the seconds of the forward pass at the paper's scale, by data sheets alone: the calibration was made
+    to meet the published ones."""
     found = {setup: seconds_per_step(*load(f"a3po/{setup}", "recompute", ["calibration.forward=1"]))[1]["forward"] for setup in SETUPS["a3po"]}
     return tables.rounded(frame.assign(simulated=frame["setup"].map(found).where(frame["method"] == "recompute")))
 

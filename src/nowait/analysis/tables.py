@@ -193,7 +193,8 @@ def benchmarks_markdown(frame: pd.DataFrame) -> str:
 
 def _covered(frame: pd.DataFrame) -> str:
     """What the standard errors of a table of rewards stand for."""
-    return "± s.e. is over prompts" + (" only: one seed says nothing about others" if "seeds" in frame and frame["seeds"].min() == 1 else " and seeds")
+    alone = "seeds" in frame and frame["seeds"].min() == 1
+    return "± s.e. is over prompts" + (" only: one seed says nothing about others" if alone else " and seeds")
 
 
 CONTENTS = {
