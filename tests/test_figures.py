@@ -30,6 +30,7 @@ COLUMNS = {
     "a3po_entropy": ["train/entropy"],
 }
 PROXIMAL_BENCH = {
+    "config": "a3po/setup1",
     "scale": "cpu",
     "cpu_model": {"recompute_s": 0.1, "interpolate_s": 2e-4, "ratio": 500.0, "ratios": [490.0, 495.0, 500.0, 505.0, 510.0]},
     "paper_tensors": {"interpolate_s": 0.004, "bytes": 8_000_000},
@@ -89,7 +90,11 @@ def made_up_bench(setup: str = "setup1") -> dict:
     late = {"recompute": 3.0, "loglinear": 3.1}
     rows = [{"method": m, "seconds_per_step": s, "mean_staleness": late.get(m, 0.0), "blocks": [s * 0.95, s, s * 1.05]} for m, s in seconds.items()]
     stages = {"sampler_s": 0.2, "update_s": 0.3, "forward_s": 0.09, "forward_over_update": 0.3}
-    return {"config": f"a3po/{setup}", "scale": "cpu", "clock": "measured", "rows": rows, **stages}
+    return {"config": f"a3po/{setup}", "scale": "cpu", "clock": "measured", "overlap_efficiency": 0.93, "rows": rows, **stages}
+
+
+def proximal_seconds() -> pd.DataFrame:
+    return tables.proximal_seconds(PROXIMAL_BENCH).assign(simulated=[0.97, np.nan, np.nan])
 
 
 def made_up_frames(results: list[dict[str, list[Run]]]) -> dict[str, pd.DataFrame]:
@@ -98,7 +103,7 @@ def made_up_frames(results: list[dict[str, list[Run]]]) -> dict[str, pd.DataFram
     times = pd.concat([tables.training_time(made_up_bench(setup)) for setup in setups])
     frames = {
         **{name: times for name in NAMES if name.startswith("a3po_training_time")},
-        "a3po_proximal_seconds": tables.proximal_seconds(PROXIMAL_BENCH),
+        "a3po_proximal_seconds": proximal_seconds(),
         "a3po_final_eval_reward": pd.concat([tables.final_eval_reward(result) for result in results]),
         "a3po_benchmarks": pd.concat([tables.benchmarks(result, ["longer", "longest"]) for result in results]),
     }
@@ -148,7 +153,7 @@ def test_provenance_has_the_digest_of_the_experiment():
 
 
 def test_an_edited_csv_or_one_without_a_record_is_not_redrawn(tmp_path):
-    frame = tables.proximal_seconds(PROXIMAL_BENCH)
+    frame = proximal_seconds()
     record = {"seeds": [1], "code": "c0de", "config": {}}
     figures.save(figures.draw("a3po_proximal_seconds", frame), "a3po_proximal_seconds", frame, record, tmp_path)
     csv = tmp_path / "a3po_proximal_seconds.csv"
@@ -168,6 +173,26 @@ def test_redraw_all_touches_every_known_csv_and_leaves_others_alone(folder, tmp_
         "a3po_importance_weight_max",
         "a3po_importance_weight_min",
     }
+
+
+def test_where_many_methods_meet_a_few_seeds_are_the_range_between_the_lowest_and_the_highest():
+    methods = [*METHODS, "behave", "linear"]
+    frame = tables.tidy(made_up_results("setup1", (1, 2, 3), methods), ["train/entropy"])
+    _, measured = figures.draw("a3po_entropy", frame).axes
+    assert len(measured.collections) == len(measured.get_lines()) == len(methods) and "band: all seeds" in measured.get_xlabel()
+    own = frame[(frame["method"] == "sync") & (frame["step"] <= 5)].groupby("seed")["train/entropy"].mean()
+    colour = matplotlib.colors.to_rgb(drawing.LOOK["sync"][1])
+    (band,) = [part for part in measured.collections if part.get_facecolor()[0, :3] == pytest.approx(colour)]
+    x, y = band.get_paths()[0].vertices.T
+    assert y[x == 3].min() == pytest.approx(own.min()) and y[x == 3].max() == pytest.approx(own.max())
+
+
+def test_the_forward_pass_of_every_setup_is_shown_beside_published_and_simulated_ones():
+    second = tables.proximal_seconds({**PROXIMAL_BENCH, "config": "a3po/setup2"}).assign(simulated=9.2)
+    published, simulated, measured = figures.draw("a3po_proximal_seconds", pd.concat([proximal_seconds(), second.iloc[:1]])).axes
+    names = [[label.get_text() for label in ax.get_yticklabels()] for ax in (published, simulated, measured)]
+    assert names[1] == ["setup 1: recompute", "setup 2: recompute"] and len(names[0]) == 4
+    assert names[2] == ["setup 1: recompute", "setup 1: loglinear", "setup 2: recompute", "tensors of the paper's size: loglinear"]
 
 
 @pytest.mark.parametrize(("seeds", "bands", "lines"), [(1, 0, 1), (4, 0, 5), (5, 1, 1)])
@@ -246,7 +271,8 @@ def test_training_time_is_medians_of_paired_ratios_with_the_bound():
     published = [f"published_{name}" for name in ("hours", "seconds_per_step", "speedup_over_sync", "speedup_over_recompute")]
     assert rows.loc["loglinear", published].tolist() == [14.54, 47.6, 1.8, 1.11]
     line = next(line for line in tables.training_time_markdown(rows.reset_index()).splitlines() if "sync_colocated" in line)
-    assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |") and line.endswith("| 0.0 | 3 |")
+    assert line.startswith("| setup2 | sync_colocated | – | – | – | 0.350 |") and line.endswith("| 0.30 | 1.30x | – | 0.0 | 3 |")
+    assert rows["overlap_efficiency"].dropna().to_dict() == {"loglinear": 0.93}, "the bench has it of the paper's own method"
 
 
 @pytest.mark.parametrize(
@@ -293,8 +319,19 @@ def test_final_rewards_are_of_the_last_evaluation_and_paired_with_recompute():
 )
 def test_tables_of_rewards_say_what_their_errors_cover(seeds, said):
     results = made_up_results("setup2", seeds)
-    assert said in tables.final_eval_reward_markdown(tables.final_eval_reward(results))
-    assert said in tables.benchmarks_markdown(tables.benchmarks(results, ["longer", "longest"]))
+    assert said in figures.draw("a3po_final_eval_reward", tables.final_eval_reward(results))
+    assert said in figures.draw("a3po_benchmarks", tables.benchmarks(results, ["longer", "longest"]))
+
+
+@pytest.mark.parametrize(("rises", "learned"), [((0.12, 0.12), "yes"), ((0.09, 0.09), "no"), ((0.10, 0.22), "no"), ((0.2, 0.22), "yes")])
+def test_a_method_learned_if_its_prompts_rise_by_a_tenth_and_three_standard_errors(rises, learned):
+    results = made_up_results("setup1", (1, 2))
+    for run, rise in zip(results["sync"], rises, strict=True):
+        before = run.evaluations.query("set == 'eval' and step == 0")["reward"].to_numpy()
+        run.evaluations.loc[run.evaluations.eval("set == 'eval' and step == 100"), "reward"] = before + rise
+    row = tables.final_eval_reward(results).set_index("method").loc["sync"]
+    assert row["rise"] == pytest.approx(np.mean(rises)) and row["rise_se"] == pytest.approx(abs(rises[1] - rises[0]) / 2, abs=1e-9)
+    assert row["learned"] == learned and row["reward"] - row["before"] == pytest.approx(row["rise"], abs=1e-5)
 
 
 def test_benchmarks_average_over_sets_that_share_their_seeds():

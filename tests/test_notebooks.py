@@ -34,14 +34,14 @@ FIGURES = {  # notebook: what it saves
     "a3po/07_entropy": ["a3po_entropy.png"],
     "a3po/08_benchmarks": ["a3po_benchmarks.md"],
     "oppo/01_timeline": ["oppo_timeline.png"],
-    "oppo/02_motivation": ["oppo_lengths.png", "oppo_staleness.png"],
+    "oppo/02_motivation": ["oppo_stages.md", "oppo_lengths.png", "oppo_staleness.png"],
     "oppo/03_time_to_reward": ["oppo_time_to_reward.png", "oppo_speedups.md"],
     "oppo/04_reward_per_step": ["oppo_reward_steps.png"],
     "oppo/05_utilisation": ["oppo_utilisation.png"],
-    "oppo/06_ablation": ["oppo_ablation.png"],
-    "oppo/07_overcommitment": ["oppo_overcommitment.png"],
+    "oppo/06_ablation": ["oppo_ablation.png", "oppo_ablation_table.md"],
+    "oppo/07_overcommitment": ["oppo_overcommitment.png", "simulated_overcommitment.png"],
     "oppo/08_chunk_size": ["oppo_chunk_size.png", "simulated_chunk_size.png"],
-    "oppo/09_deferrals": ["oppo_deferrals.png"],
+    "oppo/09_deferrals": ["oppo_deferrals.png", "simulated_deferrals.png"],
     "oppo/10_quality": ["oppo_quality.md"],
     "oppo/11_grpo": ["oppo_grpo.png"],
     "beyond/01_papers": ["simulated_oppo.md", "simulated_speedups.png"],
@@ -344,6 +344,12 @@ def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     assert found.loc[("setup1", "sync"), ["mean d", "d = 0", "d = 1"]].tolist() == [0.0, 1.0, 0.0]
 
 
+def timed(clock: str, scale: str) -> pd.DataFrame:
+    """Data of the figure of proximal seconds."""
+    head = {"setup": ["setup1"], "tensors": ["cpu model"], "method": ["recompute"]}
+    return pd.DataFrame({**head, "seconds": [0.1], "simulated": [1.0], "blocks": [1], "clock": clock, "scale": scale})
+
+
 COMMITTED = {"seeds": [0, 1], "config": {"bench/setup1/loglinear": "abc"}, "parameters": {}}
 
 
@@ -366,7 +372,7 @@ def test_only_the_reproduction_itself_with_as_many_seeds_is_saved_under_figures(
     monkeypatch.delenv("NOWAIT_FIGURES", raising=False)
     monkeypatch.delenv("NOWAIT_RUNS", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": "wall", "scale": "cpu"})
+    frame = timed("wall", "cpu")
     origin = {"provenance": {"seeds": [0, 1], "code": ["c0de"], "config": {"bench/setup1/loglinear": "abc"}}}
     chosen = replace(plan(), **change)
     if kept:
@@ -387,7 +393,7 @@ def test_provenance_of_a_figure_over_time_names_runs_and_bench(monkeypatch, tmp_
     text = study.publish(plan(), "a3po_final_eval_reward", frame, [{"loglinear": [run]}], [origin])
     record = provenance(tmp_path / "a3po_final_eval_reward.md")
     assert record["seeds"] == [7] and record["code"] == ["new", "old"] and set(record["config"]) == {"setup1/loglinear", "bench/setup1/loglinear"}
-    assert text._repr_markdown_() == tables.final_eval_reward_markdown(frame)
+    assert text._repr_markdown_() == tables.markdown(frame, "final_eval_reward")
 
 
 @pytest.mark.parametrize(("change", "where"), [
@@ -402,7 +408,7 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
     for name in ("FIGURES", "RUNS"):
         monkeypatch.delenv(f"NOWAIT_{name}", raising=False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    frame = pd.DataFrame({"tensors": ["cpu model"], "method": ["recompute"], "seconds": [0.1], "blocks": [1], "clock": "model", "scale": "paper"})
+    frame = timed("model", "paper")
     plain = study.Plan(["a3po/setup1", "oppo/gsm8k_7b"], "cpu", [1], [], False, {})
     chosen = replace(plain, **change)
     shown = study.publish(chosen, "a3po_proximal_seconds", frame)

@@ -21,8 +21,9 @@ SECONDS = {"sequential": 1.0, "intra": 0.8, "inter": 0.6, "both": 0.5}  # per st
 BUSY = {"sequential": 0.4, "intra": 0.5, "inter": 0.5, "both": 0.64}
 TASKS = list(published.load("oppo")["tasks"])
 TASK = "stackexchange_7b"
-TARGETS = published.load("oppo")["shape_targets"]
-RULES = published.load("targets")["oppo"]["shapes"]
+OWN = published.load("targets")["oppo"]["own"]
+TARGETS = [*published.load("oppo")["shape_targets"], *(f"ours: {rule['target']}" for rule in OWN)]
+RULES = [*published.load("targets")["oppo"]["shapes"], *OWN]
 NAN = float("nan")
 
 
@@ -37,8 +38,9 @@ def made_up_run(method: str, seed: int = 1, steps: int = 40, task: str = TASK, *
     seconds = SECONDS.get(method, 0.5) * (1 + 0.02 * (seed - 2) * (method != "sequential"))
     overlapped = method not in ("sequential", "intra")
     rng = np.random.default_rng(seed)
-    metrics = {"step": step, "time/elapsed": step * seconds, "time/step": seconds, "time/generate": 0.3, "time/reward": 0.1, "time/ref": 0.05}
-    metrics |= {"time/prox_forward": 0.02, "time/train": 0.2, "perf/busy_frac": BUSY.get(method, 0.5), "perf/occupancy": 0.5 + 0.25 * overlapped}
+    metrics = {"step": step, "time/elapsed": step * seconds, "time/step": seconds, "time/generate": 0.65, "time/reward": 0.15, "time/ref": 0.05}
+    metrics |= {"time/prox_forward": 0.02, "time/train": 0.13, "train/explained_variance": 0.5, "train/kl": 0.1 * step}
+    metrics |= {"perf/busy_frac": BUSY.get(method, 0.5), "perf/occupancy": 0.5 + 0.25 * overlapped}
     metrics |= {"overlap/tail_frac": 0.1, "overlap/delta": 4 * overlapped, "overlap/delta_over_b": 0.25 * overlapped}
     metrics["overlap/deferrals"] = [[16] if not overlapped else [13, 3] if t % 10 else [12, 3, 1] for t in step]
     metrics["rollout/reward_mean"] = 1 - np.exp(-step / 10) + rng.normal(0, 0.01, steps)
@@ -72,7 +74,7 @@ def made_up_bench() -> dict:
     shared = {"overcommit_share": 0.25, "utilisation": 0.5, "occupancy": 0.6}
     rows = [{"variant": m, "seconds_per_step": s, "speedup": 1 / s, "blocks": [s, 2 * s], **shared} for m, s in SECONDS.items()]
     rows[0]["blocks"] = [1.0, 1.0]
-    return {"config": f"oppo/{TASK}", "scale": "cpu", "clock": "measured", "blocks": 2, "rows": rows}
+    return {"config": f"oppo/{TASK}", "scale": "cpu", "clock": "measured", "blocks": 2, "overlap_efficiency": 0.91, "rows": rows}
 
 
 def chunk_sizes(seconds: list[float], spread: float = 0.01) -> pd.DataFrame:
@@ -83,9 +85,11 @@ def chunk_sizes(seconds: list[float], spread: float = 0.01) -> pd.DataFrame:
 
 
 def made_up_frames(results: list[dict[str, list]]) -> dict[str, pd.DataFrame]:
-    reached = oppo.speedups(pd.concat([oppo.per_run(result) for result in results], ignore_index=True))
-    reached = reached.assign(simulated_speedup=1.3, simulated_utilisation=0.9)
-    rewards = pd.concat([tables.tidy(result, ["rollout/reward_mean"]) for result in results], ignore_index=True)
+    every = pd.concat([oppo.per_run(result) for result in results], ignore_index=True)
+    reached = oppo.speedups(every).assign(simulated_speedup=1.3, simulated_utilisation=0.9)
+    learned = ["rollout/reward_mean", "train/explained_variance", "train/kl"]
+    rewards = pd.concat([tables.tidy(result, learned) for result in results], ignore_index=True)
+    ablation = oppo.on_bench(reached[reached["setup"] == TASK], oppo.bench_rows(made_up_bench())).assign(simulated_speedup=1.3)
     first, (rules, stale) = results[0], (made_up_results(methods=names) for names in (("fixed 4", "slope"), ("sync", "staleness 5")))
     return {
         "oppo_timeline": oppo.calls(first, range(1, 3)),
@@ -93,7 +97,8 @@ def made_up_frames(results: list[dict[str, list]]) -> dict[str, pd.DataFrame]:
         "oppo_staleness": tables.tidy(stale, ["eval/reward"]),
         **dict.fromkeys(("oppo_time_to_reward", "oppo_reward_steps", "oppo_grpo"), rewards),
         **dict.fromkeys(("oppo_speedups", "oppo_utilisation"), reached),
-        "oppo_ablation": oppo.on_bench(reached[reached["setup"] == TASK], oppo.bench_rows(made_up_bench())).assign(simulated_speedup=1.3),
+        **dict.fromkeys(("oppo_ablation", "oppo_ablation_table"), ablation),
+        "oppo_stages": oppo.stage_shares(every).assign(simulated=0.6),
         "oppo_overcommitment": tables.tidy(rules, ["rollout/reward_mean", "overlap/delta"]),
         "oppo_chunk_size": chunk_sizes([0.9, 0.5, 0.7]),
         "oppo_deferrals": oppo.deferral_shares({"both": first["both"]}),
@@ -193,6 +198,22 @@ def test_the_bench_replaces_the_seconds_and_keeps_what_runs_alone_know():
     assert rows.loc["both", ["seconds_per_step", "speedup", "target_speedup", "blocks", "seeds"]].tolist() == pytest.approx([0.5, 2, 2.5, 2, 2])
     assert rows.loc["both", "speedup_se"] == pytest.approx(0.5)  # 2 and 1: sd sqrt(1/2), over sqrt(2) blocks
     assert rows.loc["intra", "speedup"] == 1.25 and np.isnan(rows.loc["intra", "target_speedup"])
+    assert rows["overlap_efficiency"].dropna().to_dict() == {"both": 0.91}
+    text = figures.draw("oppo_ablation_table", rows.reset_index())
+    assert "| overlap efficiency |" in text and "(asked: at least 0.9)" in text and "medians of 2 interleaved blocks" in text
+
+
+@pytest.mark.parametrize(
+    ("generate", "verdicts"),
+    [([0.7, 0.7, 0.7], ["pass"] * 3), ([0.5, 0.5, 0.5], ["fail", "pass", "pass"]), ([0.5, 0.6, 0.8], ["not resolved", "pass", "pass"])],
+)
+def test_the_stages_of_a_sequential_step_have_shares_that_were_asked_for(generate, verdicts):
+    sequential = [made_up_run("sequential", seed, time_generate=seconds) for seed, seconds in enumerate(generate)]
+    frame = oppo.stage_shares(oppo.per_run({"sequential": sequential, "both": [made_up_run("both", seed) for seed in range(3)]}))
+    assert frame["stage"].tolist() == ["generation", "scoring", "training"] and frame["verdict"].tolist() == verdicts
+    assert frame["measured"].tolist() == pytest.approx([np.mean(generate), 0.2, 0.15]) and set(frame["seeds"]) == {3}
+    assert verdict("stage_shares", {"oppo_stages": frame}) == verdicts[0]
+    assert f"| {TASK} | scoring | 18% to 25% | 20.0% |" in figures.draw("oppo_stages", frame)
 
 
 def test_lengths_are_those_of_the_first_and_last_quarter_of_the_steps():
@@ -259,7 +280,7 @@ AXES = {  # labels of the axes, whose units they name; what the titles of measur
     "oppo_staleness": ([("training step", "held-out exact match")], NOTE),
     "oppo_time_to_reward": (REWARDS, NOTE),
     "oppo_reward_steps": ([("training step (mean of 2 steps)", REWARDS[0][1])] * 4, NOTE),
-    "oppo_utilisation": ([("", "%"), *[("", "")] * 3], NOTE),  # four panels with one axis
+    "oppo_utilisation": ([("", "%")] * 4, NOTE),
     "oppo_ablation": ([SPEEDUP] * 4, "clock = measured"),
     "oppo_overcommitment": ([REWARDS[0], ("training step", "Δ, requests beyond the batch")], NOTE),
     "oppo_chunk_size": ([("tokens per decode round", "seconds per training step")] * 2, NOTE),
@@ -306,7 +327,8 @@ def test_step_latency_over_chunk_size_is_a_mean_over_seeds():
 
 
 def test_the_table_of_speedups_has_published_columns_before_measured_ones():
-    rows = oppo_figures.speedups_markdown(oppo.speedups(runs_frame(sequential=[1.0, 1.2], both=[0.5, 0.4]))).splitlines()
+    rows = figures.draw("oppo_speedups", oppo.speedups(runs_frame(sequential=[1.0, 1.2], both=[0.5, 0.4]))).splitlines()
+    assert rows[-1].endswith("Measured: cpu scale, clock = measured; the target is 90% of the rise of the sequential run's reward, mean of 10 steps.")
     assert rows[3] == f"| {TASK} | both | 1.90x | 2300 | 1.83x | 0.450 | 2.50x | 0.50 | 4.5 | 2.50x | 0.50 | 2.00x | 0.42x | 0.25 | 2 |"
 
 
@@ -319,7 +341,8 @@ def verdict(name: str, frames: dict[str, pd.DataFrame]) -> str:
 
 def test_shape_targets_hold_for_runs_that_behave_as_published(frames):
     results = list(shapes("oppo", frames))
-    tasks = [["stackexchange_7b", "stackexchange_3b"], TASKS, TASKS, [TASK], [TASK]]
+    scored = ["stackexchange_7b", "stackexchange_3b"]
+    tasks = [scored, TASKS, TASKS, [TASK], [TASK], TASKS, TASKS, scored]
     assert [row[:2] for row in results] == [(target, task) for target, several in zip(TARGETS, tasks, strict=True) for task in several]
     assert {verdict for *_, verdict, _ in results} == {"pass"}
 
@@ -364,6 +387,37 @@ def test_most_requests_must_never_be_deferred_and_nearly_all_others_once(counts,
     assert verdict("deferrals", {"oppo_deferrals": frame}) == expected
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({}, "pass"), ({"train/explained_variance": 0.2}, "fail"), ({"train/kl": np.inf}, "fail")],
+)
+def test_the_critic_must_explain_the_returns_and_the_kl_stay_finite(frames, changed, expected):
+    rows = frames["oppo_reward_steps"].assign(**changed)
+    rows.loc[rows["step"] == 40, "train/explained_variance"] = -50.0  # one batch without variance says nothing
+    assert verdict("critic", {"oppo_reward_steps": rows}) == expected
+    without_reference = rows.drop(columns="train/kl")
+    assert verdict("critic", {"oppo_reward_steps": without_reference}) == ("pass" if "train/kl" in changed else expected)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1, "pass"), (-1, "fail"), (0, "not resolved")])
+def test_ppo_must_end_above_its_start(frames, sign, expected):
+    rows = frames["oppo_reward_steps"].copy()
+    rows["rollout/reward_mean"] = rows["rollout/reward_mean"] * sign if sign else (rows["seed"] - 2) * rows["step"]  # seeds that disagree
+    assert verdict("learning", {"oppo_reward_steps": rows}) == expected
+
+
+def test_what_is_published_stands_as_words_in_panels_of_measured_curves(frames):
+    def words(name: str) -> list[str]:
+        return [text.get_text() for ax in figures.draw(name, frames[name]).axes for text in ax.texts]
+
+    times, rewards = words("oppo_time_to_reward"), words("oppo_reward_steps")
+    assert times[0] == "published: reward 4.17 in 2,300 min (OPPO)\ninstead of 4,300 (TRL), 1.9 times sooner"
+    assert times[2] == "published: target reached 2.8 times sooner"
+    assert rewards[0] == "published: 2.0 at step 150,\n4.1 at step 600" and rewards[1] == "published: no values known"
+    assert words("oppo_overcommitment") == ["published: dynamic best,\nthen fixed 8 (good early only), then fixed 4"]
+    assert words("oppo_staleness") == ["published: slower reward per step\nand a lower final reward than synchronous"] and words("oppo_grpo") == []
+
+
 def test_one_seed_resolves_nothing_but_counts():
     alone = made_up_frames([made_up_results(seeds=(1,))]) | {"oppo_chunk_size": chunk_sizes([0.9, 0.5, 0.7]).query("seed == 1")}
     found = {rule["judge"]: verdict(rule["judge"], alone) for rule in RULES}
@@ -373,7 +427,7 @@ def test_one_seed_resolves_nothing_but_counts():
 def test_without_data_nothing_is_judged(frames):
     partly = {name: frames[name][frames[name]["method"] != "both"] for name in ("oppo_speedups", "oppo_reward_steps")}
     for found in ({}, partly):
-        assert {verdict for *_, verdict, _ in shapes("oppo", found)} == {"not run"}
+        assert {verdict for target, _, verdict, _ in shapes("oppo", found) if not (found and target.startswith("ours"))} == {"not run"}
 
 
 def test_numbers_are_judged_against_the_published_ones_with_their_reasons():
@@ -399,4 +453,5 @@ def test_the_report_has_a_row_for_every_published_number_and_the_measured_ones_b
     assert f"\n| {TASK}.speedup | note | 1.9 | - | 2.001 ± 0.023 | 3 | pass | +5%, tolerance 25% |" in text
     assert f"\n| {TASK}.gain | note | 1.4 | - | 1.6 ± 0 | 3 | pass | +14%, tolerance 25% |" in text
     assert "\n| gsm8k_7b.speedup | note | 2.8 | - | - | - | not run |  |" in text and text.count("| not attempted |") == 6
-    assert text.count("| not run | no rows of ") == 3 + 1 + 3  # the other tasks: rewards, the second order of times, utilisation
+    # the other tasks: rewards, the second order of times, utilisation; learning, the critic, the second shares of a step
+    assert text.count("| not run | no rows of ") == 3 + 1 + 3 + 3 + 3 + 1

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from nowait import cli, simulate
-from nowait.analysis import report, simulated
+from nowait.analysis import figures, oppo, report, simulated
 from nowait.config import load
 from nowait.simulate import Assumptions, Calibration
 from nowait.workers.simulated import Lengths
@@ -60,6 +60,40 @@ def test_the_range_reaches_over_the_changed_assumptions_each_calibrated_anew(mon
     assert row["low"] < row["high"] and row["simulated"] in (row["low"], row["high"])  # of two values
 
 
+def test_a3po_s_range_does_not_calibrate_anew_since_the_fit_would_absorb_every_change(monkeypatch):
+    monkeypatch.delattr(simulated, "_fit")
+    frame = simulated.study("a3po", steps=24, variations=["heavier tail", "decoding a quarter slower"]).set_index("entry")
+    assert (frame["low"] <= frame["simulated"]).all() and (frame["simulated"] <= frame["high"]).all()
+    slower = frame.loc["tables.seconds_per_step.setup1.sync"]  # of which decoding is a third
+    assert slower["high"] > 1.05 * slower["simulated"] and frame.loc["tables.speedup_over_sync.setup1.loglinear", "high"] > 1.65
+
+
+def test_the_forward_pass_by_data_sheets_stands_beside_the_paper_s_own_setups_only():
+    rows = [("setup1", "recompute"), ("setup1", "loglinear"), ("setup2", "recompute"), ("mine", "recompute"), ("-", "loglinear")]
+    found = simulated.forward_beside(pd.DataFrame(rows, columns=["setup", "method"]))["simulated"]
+    assert found[0] == pytest.approx(4.3 / simulate.assumptions("a3po/setup1").calibration.forward, rel=0.01)  # what the calibration makes 4.3 s
+    assert found[2] > 5 * found[0] and found[[1, 3, 4]].isna().all()
+
+
+def test_the_simulated_shares_of_a_step_make_a_whole():
+    frame = pd.DataFrame({"setup": ["gsm8k_7b"] * 3 + ["mine"], "stage": ["generation", "scoring", "training", "scoring"]})
+    found = simulated.shares_beside(frame)["simulated"]
+    assert found[:3].sum() == pytest.approx(1, abs=1e-5) and found[0] > 0.5 and np.isnan(found[3])
+
+
+def test_simulated_metrics_are_those_of_every_step_and_variant():
+    variants = {"fixed": ["overlap.rule=fixed", "overlap.delta=2"], "slope": ["overlap.rule=slope"]}
+    frame = simulated.metrics("oppo/stackexchange_7b", variants, 4)
+    assert frame[["method", "step"]].to_numpy().tolist() == [[name, step] for name in variants for step in (1, 2, 3, 4)]
+    fixed = frame[frame["method"] == "fixed"]
+    assert (fixed["overlap/delta"] == 2).all() and set(frame["setup"]) == {"stackexchange_7b"}
+    counts = oppo.counted_deferrals(fixed)
+    assert counts["share"].sum() == pytest.approx(1, abs=1e-5) and counts["requests"][0] == 4 * 112
+    for name, data in (("simulated_overcommitment", frame), ("simulated_deferrals", counts.assign(method="fixed"))):
+        (ax,) = figures.draw(name, data).axes
+        assert ax.get_title().startswith("simulated")
+
+
 def test_the_report_shows_a_prediction_with_its_range_and_a_fit_as_such(tmp_path):
     rows = [
         ("tables.seconds_per_step.setup1.sync", 28.4, 28.4, 28.4, "fitted"),
@@ -98,6 +132,10 @@ def test_measurements_of_the_simulator_itself_are_predicted():
     frame = simulated.predicted(experiments, seconds, pd.DataFrame({"rollout/lengths": [lengths]}))
     assert frame["role"].tolist() == ["fitted", "predicted", "predicted"]
     assert frame["error"].abs().max() < 0.1  # the draws of 12 steps and the mean prompt differ
+    assert frame["verdict"].tolist() == ["within 15 %"] * 3
+    wrong = simulated.predicted(experiments, seconds | {"inter": seconds["inter"] | {"step": 2 * seconds["inter"]["step"]}},
+                                pd.DataFrame({"rollout/lengths": [lengths]}), steps=20)  # fmt: skip
+    assert wrong["verdict"].tolist()[1:] == ["within 15 %", "misses"]
 
 
 def test_simulate_prints_one_object_that_repeats(capsys):

@@ -39,6 +39,8 @@ KNOBS = {  # parameter of a notebook: the settings that it overrides
     "chunk": ("sampler.chunk",),
     "kl": ("algorithm.kl_coef",),
     "rule": ("overlap.rule",),
+    "delta": ("overlap.delta",),
+    "window": ("overlap.window",),
 }
 SHOWN = """title schedule.steps schedule.batch_size schedule.group_size schedule.max_staleness schedule.order sampler.slots learner.lr
     learner.minibatches learner.epochs algorithm.clip_low algorithm.clip_high algorithm.behav_weight_cap algorithm.fresh

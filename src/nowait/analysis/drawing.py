@@ -15,7 +15,9 @@ from matplotlib.patches import Patch
 from nowait.analysis.statistics import bootstrap_interval
 
 BAND_SEEDS = 5  # from this many seeds on an interval is drawn instead of the single seeds
+CROWDED = 4  # more methods than these, and fewer seeds show as the range from the lowest to the highest
 LOOK = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))  # of a method: label, colour, marker, line
+OWN = ["#555555", "#332288", "#117733", "#882255", "#44AA99", "#999933", "#661100"]  # of methods that it does not know
 STYLE = ["default", Path(__file__).with_name("nowait.mplstyle")]
 
 
@@ -47,7 +49,7 @@ def finish(figure: Figure) -> Figure:
 
 def look(method: str) -> tuple[str, str, str, str]:
     """Label, colour, marker and line of a method, also of a user's own."""
-    return LOOK.get(method, (method, "#555555", ".", ":"))
+    return LOOK.get(method, (method, OWN[sum(map(ord, method)) % len(OWN)], ".", ":"))
 
 
 def curve(ax, x, y, method: str, **options) -> Line2D:
@@ -59,7 +61,9 @@ def curve(ax, x, y, method: str, **options) -> Line2D:
 def measured_curves(ax, frame: pd.DataFrame, x: str, column: str, binned: str | None = None) -> None:
     """Every method of a tidy frame of one setup over step or seconds; `binned` ("mean", "max") summarises twentieths of the run."""
     width = max(1, -(-int(frame["step"].max()) // 20)) if binned else 1
-    ax.set_xlabel(("training step" if x == "step" else "seconds of training") + (f" ({binned} of {width} steps)" if width > 1 else ""))
+    crowded = frame["method"].nunique() > CROWDED and 1 < frame["seed"].nunique() < BAND_SEEDS
+    told = [f"{binned} of {width} steps"] * (width > 1) + ["band: all seeds"] * crowded
+    ax.set_xlabel(("training step" if x == "step" else "seconds of training") + (f" ({', '.join(told)})" if told else ""))
     for method in sorted(ordered(frame["method"].unique()), key=list(LOOK)[:3].__contains__):  # the paper's methods last, on top
         runs = frame[frame["method"] == method].dropna(subset=[column])
         table = runs.pivot(index="step", columns="seed", values=column).dropna()
@@ -67,15 +71,16 @@ def measured_curves(ax, frame: pd.DataFrame, x: str, column: str, binned: str | 
         if binned:
             bins = (table.index - 1) // width
             table, at = table.groupby(bins).agg(binned), at.groupby(bins).mean()
-        _runs(ax, at.to_numpy(), table.to_numpy().T, method)
+        _runs(ax, at.to_numpy(), table.to_numpy().T, method, crowded)
 
 
-def _runs(ax, x: np.ndarray, values: np.ndarray, method: str) -> None:
-    """Values [seeds, points]: their mean, over single seeds as thin lines or, from five on, a band."""
+def _runs(ax, x: np.ndarray, values: np.ndarray, method: str, crowded: bool) -> None:
+    """Values [seeds, points]: their mean, over single seeds as thin lines, from five on a bootstrap band, or where it is crowded their range."""
     if len(values) > 1:
         line = curve(ax, x, values.mean(0), method, markevery=max(1, len(x) // 10))
-    if len(values) >= BAND_SEEDS:
-        ax.fill_between(x, *bootstrap_interval(values, np.random.default_rng(0)), color=line.get_color(), alpha=0.2, linewidth=0)
+    if len(values) >= BAND_SEEDS or (crowded and len(values) > 1):
+        band = bootstrap_interval(values, np.random.default_rng(0)) if len(values) >= BAND_SEEDS else (values.min(0), values.max(0))
+        ax.fill_between(x, *band, color=line.get_color(), alpha=0.15 if crowded else 0.2, linewidth=0)
         return
     thin = {"alpha": 0.5, "marker": ""} if len(values) > 1 else {"markevery": max(1, len(x) // 10)}
     for seed in values:

@@ -1,7 +1,8 @@
 """One plot per published figure of A-3PO: published values on the left, measured ones on the right, never in one axes.
 
 A plot takes the tidy frame that is saved as CSV beside the picture (columns setup, method, seed, scale, clock, step, seconds, then metrics), so
-`redraw` gives the same bytes without any training. Fewer than five seeds show as thin lines under their mean, five and more as a bootstrap band.
+`redraw` gives the same bytes without any training. Fewer than five seeds show as thin lines under their mean, or where there are more than four
+methods as the range between the lowest and the highest; five and more as a bootstrap band.
 """
 
 import hashlib
@@ -55,17 +56,22 @@ def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
 
 
 def proximal_seconds(frame: pd.DataFrame) -> Figure:
-    """Seconds to obtain log pi_prox: forward pass against interpolation (columns as of `tables.proximal_seconds`)."""
-    figure, ((left, right),) = panels(1, 2, 10, 3.4)
+    """Seconds to obtain log pi_prox: forward pass against interpolation (columns as of `tables.proximal_seconds` and `simulated.forward_beside`)."""
+    figure, ((top,), (middle,), (bottom,)) = panels(3, 1, 7, 8, sharex=True, height_ratios=[4, 2, 5])
     facts, place = published.load("a3po")["figures"]["proximal_seconds"], {}
     for setup in ("setup1", "setup2"):
         for method in ("recompute", "loglinear"):
             value = facts[setup][method]
             place[f"{spaced(setup)}: {method}"] = (method, value.get("typical", value.get("mean")), value.get("range"))
-    _dots(left, place)
-    left.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
-    _dots(right, {f"{row.method},\n{row.tensors}": (row.method, row.seconds, None) for row in frame.itertuples()})
-    right.set_title(f"measured, seconds per batch, {note(frame)}")
+    _dots(top, place)
+    top.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
+    rows = sorted(frame.itertuples(), key=lambda row: row.setup == "-")  # tensors of no setup last
+    named = {f"{row.tensors if row.setup == '-' else spaced(row.setup)}: {row.method}": row for row in rows}
+    _dots(middle, {name: (row.method, row.simulated, None) for name, row in named.items() if row.simulated > 0})
+    middle.set_title("simulated at the paper's scale, seconds per step\nby data sheets alone")
+    _dots(bottom, {name: (row.method, row.seconds, None) for name, row in named.items()})
+    bottom.set_title(f"measured, seconds per batch, {note(frame)}")
+    bottom.set_xlabel("seconds")
     return figure
 
 
@@ -136,9 +142,11 @@ def redraw_all(folder: str | Path = "figures") -> list[Path]:
 
 
 def _grid(frame: pd.DataFrame, label: str, columns: int = 2) -> tuple[Figure, dict[str, np.ndarray]]:
-    """Axes {setup: [columns]}: the first is titled published, the others measured."""
+    """Axes {setup: [columns]}: the first is titled published, the others measured. A setup is a row of two, or a column of more."""
     setups = sorted(frame["setup"].unique())
-    figure, axes = panels(len(setups), columns, 5 * columns, 0.6 + 3.1 * len(setups))
+    rows, wide = (len(setups), columns) if columns == 2 else (columns, len(setups))
+    figure, axes = panels(rows, wide, 5 * wide, 0.6 + 3.1 * rows)
+    axes = axes if columns == 2 else axes.T
     for setup, row in zip(setups, axes, strict=True):
         facts = _facts("setups", setup)
         row[0].set_title(f"{spaced(setup)}: {facts['model']}, {facts['data']}\npublished (digitised)")
@@ -175,7 +183,7 @@ def _dots(ax, place: dict[str, tuple]) -> None:
         curve(ax, [value], [row], method, markersize=8)
         ax.annotate(f"{value:.2g} s", (value, row), xytext=(0, 7), textcoords="offset points", ha="center")
     ax.set_yticks(range(len(place)), list(place))
-    ax.set(xscale="log", xlabel="seconds", ylim=(len(place) - 0.4, -0.8))
+    ax.set(xscale="log", ylim=(len(place) - 0.4, -0.8))
     ax.margins(x=0.25)
 
 

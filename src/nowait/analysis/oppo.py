@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from nowait import published
-from nowait.analysis.statistics import standard_error
+from nowait.analysis.statistics import decided, standard_error
 from nowait.analysis.tables import each, head_of, quality_rows, rounded, setup
 from nowait.schedules.overcommit import OvercommitController
 
@@ -19,7 +19,8 @@ WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
     ("learner", "logp"): ("old log-probs", "#CC79A7"),
     ("learner", "update"): ("update", "#009E73"),
 }
-STAGES = {"generate": "time/generate", "reward": "time/reward", "reference": "time/ref", "forward": "time/prox_forward", "train": "time/train"}
+STAGES = {"generate": "time/generate", "reward": "time/reward", "reference": "time/ref", "forward": "time/prox_forward", "update": "time/train"}
+SHARES = {"generation": ["generate"], "scoring": ["reward", "reference"], "training": ["forward", "update"]}
 TARGET_SHARE, SMOOTHED = 0.9, 10  # of the rise of the sequential run's reward, averaged over so many steps
 PUBLISHED = {"sequential": "trl", "intra": "intra", "inter": "inter", "both": "both"}  # names in the published tables
 
@@ -94,12 +95,14 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def bench_rows(bench: dict) -> pd.DataFrame:
-    """From the JSON of the overlap bench, a row per variant: seconds per step and speed-up over sequential, median and s.e. over blocks, Δ / B."""
+    """From the JSON of the overlap bench, a row per variant: seconds per step and speed-up over sequential, median and s.e. over blocks, Δ / B; for
+    OPPO the overlap efficiency, work of the busiest device by itself over elapsed time."""
     base, rows = np.array(next(row["blocks"] for row in bench["rows"] if row["variant"] == "sequential")), []
     for row in bench["rows"]:
         head = {"setup": setup(bench["config"]), "method": row["variant"], **{name: bench[name] for name in ("scale", "clock", "blocks")}}
         shown = {name: row[name] for name in ("seconds_per_step", "speedup", "utilisation", "occupancy")}
-        rows.append(head | shown | {"speedup_se": standard_error(base / np.array(row["blocks"])), "delta_over_b": row["overcommit_share"]})
+        shown |= {"speedup_se": standard_error(base / np.array(row["blocks"])), "delta_over_b": row["overcommit_share"]}
+        rows.append(head | shown | {"overlap_efficiency": bench["overlap_efficiency"] if row["variant"] == "both" else np.nan})
     return rounded(pd.DataFrame(rows))
 
 
@@ -107,6 +110,20 @@ def on_bench(reached: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
     """`speedups` with what the bench says of the seconds per step in the place of the runs' own, and with the bench's further variants."""
     kept = reached[["setup", "method", "published_minutes", "published_speedup", "target_speedup", "target_speedup_se", "seeds"]]
     return timed.merge(kept, on=["setup", "method"], how="left").assign(seeds=reached["seeds"].iloc[0])
+
+
+def stage_shares(frame: pd.DataFrame) -> pd.DataFrame:
+    """From `per_run`: the share of a sequential step that each kind of work takes, mean and standard error over seeds, and whether it lies where
+    targets.yaml asks."""
+    rows, asked = [], next(rule for rule in published.load("targets")["oppo"]["own"] if rule["judge"] == "stage_shares")["shares"]
+    for task, own in frame[frame["method"] == "sequential"].groupby("setup", sort=False):
+        head = {"setup": task, "method": "sequential", "scale": own["scale"].iloc[0], "clock": own["clock"].iloc[0], "seeds": len(own)}
+        for stage, names in SHARES.items():
+            share, (low, high) = own[names].sum(axis=1) / own["seconds_per_step"], asked[stage]
+            slack, se = min(share.mean() - low, high - share.mean()), standard_error(share)
+            found = {"stage": stage, "asked": f"{low:.0%} to {high:.0%}", "measured": share.mean(), "se": se, "verdict": decided(slack, se)}
+            rows.append(head | found | {"slack": slack})
+    return rounded(pd.DataFrame(rows))
 
 
 def lengths(results: dict[str, list], share: float = 0.25) -> pd.DataFrame:
@@ -123,13 +140,18 @@ def deferral_shares(results: dict[str, list]) -> pd.DataFrame:
     """Share of the trained requests by number of deferrals, over all runs and steps of each method, with the mean Δ / B."""
     rows = []
     for method, several in results.items():
-        metrics = pd.concat([_steps(run) for run in several])
-        counts = metrics["overlap/deferrals"].tolist()
-        total = np.sum([np.pad(c, (0, max(map(len, counts)) - len(c))) for c in counts], 0)
-        shared = {"seeds": len(several), "requests": int(total.sum()), "delta_over_b": metrics["overlap/delta_over_b"].mean()}
-        head = head_of(method, several[0]) | shared
-        rows += [{**head, "deferrals": d, "share": n / total.sum()} for d, n in enumerate(total.tolist())]
-    return rounded(pd.DataFrame(rows).drop(columns="seed"))
+        head = head_of(method, several[0]) | {"seeds": len(several)}
+        counted = counted_deferrals(pd.concat([_steps(run) for run in several]))
+        rows.append(counted.assign(**head)[[*head, *counted]])
+    return pd.concat(rows, ignore_index=True).drop(columns="seed")
+
+
+def counted_deferrals(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Of the metrics of some training steps: share of the trained requests by number of deferrals, and the mean Δ / B."""
+    counts = metrics["overlap/deferrals"].tolist()
+    total = np.sum([np.pad(c, (0, max(map(len, counts)) - len(c))) for c in counts], 0)
+    frame = pd.DataFrame({"deferrals": range(len(total)), "share": total / total.sum(), "requests": total.sum()})
+    return rounded(frame.assign(delta_over_b=metrics["overlap/delta_over_b"].mean()))
 
 
 def plateaus(courses: int = 20, window: int = 20, rise: int = 100, plateau: int = 400, slope: float = 0.1, maximum: int = 16) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from nowait import published
 from nowait.analysis.drawing import curve, finish, look, measured_curves, note, ordered, panels, spaced
-from nowait.analysis.oppo import SMOOTHED, TARGET_SHARE, WORK
+from nowait.analysis.oppo import WORK
 from nowait.analysis.tables import markdown
 
 
@@ -39,14 +39,44 @@ def timeline(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def reward(frame: pd.DataFrame, x: str = "step", held_out: bool = False) -> Figure:
-    """Mean reward of the trained batches, or held-out exact match, a panel per task; x is "step" or "seconds". Columns as of `tables.tidy`."""
+def reward(frame: pd.DataFrame, x: str = "step", held_out: bool = False, told: Callable[[str], str] | None = None) -> Figure:
+    """Mean reward of the trained batches, or held-out exact match, a panel per task; x is "step" or "seconds". Columns as of `tables.tidy`.
+
+    `told(task)` is what is published, in words: the few values known are of other units than ours.
+    """
     figure, axes = _tasks(frame)
     column, label, binned = ("eval/reward", "held-out exact match", None) if held_out else ("rollout/reward_mean", "mean reward of a batch", "mean")
     for task, ax in axes.items():
         measured_curves(ax, frame[frame["setup"] == task], x, column, binned)
         ax.set_ylabel(label)
+        if told:
+            _words(ax, told(task))
     return finish(figure)
+
+
+def _words(ax, text: str) -> None:
+    """What is published, in a box of its own below the curves."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.3 * (high - low), high)
+    box = {"facecolor": "#EEEEEE", "edgecolor": "none", "boxstyle": "round"}
+    ax.text(0.98, 0.04, f"published: {text}", transform=ax.transAxes, ha="right", va="bottom", fontsize=10, bbox=box)
+
+
+def _minutes(task: str) -> str:
+    facts = published.load("oppo")
+    known, target = facts["tables"]["minutes_to_target"].get(task, {}), facts["tasks"].get(task, {}).get("target_reward")
+    if "trl" not in known:
+        return f"target reached {known['speedup']} times sooner" if known else "nothing"
+    return f"reward {target} in {known['oppo']:,} min (OPPO)\ninstead of {known['trl']:,} (TRL), {known['speedup']} times sooner"
+
+
+def _rewards(task: str) -> str:
+    known = published.load("oppo")["figures"]["reward_vs_step"].get(task, {})
+    return ",\n".join(f"{value} at {f'the {key}' if isinstance(key, str) else f'step {key}'}" for key, value in known.items()) or "no values known"
+
+
+def _claim(task: str) -> str:
+    return published.load("oppo")["figures"]["staleness_5"]["claim"].replace(" and a", "\nand a")
 
 
 def length_shares(frame: pd.DataFrame) -> Figure:
@@ -74,8 +104,9 @@ def utilisation(frame: pd.DataFrame) -> Figure:
         "utilisation": f"measured: devices busy, mean of both\n{note(frame)}",
         "occupancy": f"measured: slots of the sampler in use\n{note(frame)}",
     }
-    figure = _bars(chosen.assign(**100 * chosen[shares]), titles, "{:.0f}", sharey=True)
-    figure.axes[0].set(ylabel="%", ylim=(0, 115))
+    figure = _bars(chosen.assign(**100 * chosen[shares]), titles, "{:.0f}")
+    for ax in figure.axes:
+        ax.set(ylabel="%", ylim=(0, 115))
     return finish(figure)
 
 
@@ -94,20 +125,20 @@ def ablation(frame: pd.DataFrame) -> Figure:
     return finish(figure)
 
 
-def _bars(frame: pd.DataFrame, titles: dict[str, str], form: str, **options) -> Figure:
+def _bars(frame: pd.DataFrame, titles: dict[str, str], form: str) -> Figure:
     """A panel per {column: title}: a group of bars per task, a bar per method, with the error in COLUMN_se; without a value there is none."""
-    figure, ((*axes,),) = panels(1, len(titles), 15, 4.2, **options)
+    figure, axes = panels(2, 2, 10, 7.4)
     tasks, methods = list(frame["setup"].unique()), ordered(frame["method"])
     width = 0.8 / len(methods)
     names = [spaced(task).replace("stackexchange", "stack-\nexchange").replace(" ", "\n") for task in tasks]
-    for ax, (column, title) in zip(axes, titles.items(), strict=True):
+    for ax, (column, title) in zip(axes.flat, titles.items(), strict=True):
         for i, method in enumerate(methods):
             part = frame[(frame["method"] == method) & frame[column].notna()]
             place = [tasks.index(task) + (i - (len(methods) - 1) / 2) * width for task in part["setup"]]
             error = part[f"{column}_se"].fillna(0) if f"{column}_se" in part else None
             bars = ax.bar(place, part[column], width, yerr=error, color=look(method)[1], gid=method)
-            ax.bar_label(bars, [form.format(value) for value in part[column]], fontsize=7 if len(methods) > 4 else 8)
-        ax.set_xticks(range(len(tasks)), names, fontsize=9)
+            ax.bar_label(bars, [form.format(value) for value in part[column]], fontsize=9)
+        ax.set_xticks(range(len(tasks)), names)
         ax.grid(axis="x", visible=False)
         ax.set_title(title)
     return figure
@@ -120,6 +151,9 @@ def overcommitment(frame: pd.DataFrame) -> Figure:
     measured_curves(right, frame, "step", "overlap/delta")
     for ax, label in ((left, "mean reward of a batch"), (right, "Δ, requests beyond the batch")):
         ax.set(title=f"measured, {note(frame)}", ylabel=label)
+    ranking = published.load("oppo")["figures"]["overcommitment"]["ranking"]
+    best, *others = (name.replace("_early_only", " (good early only)").replace("_", " ") for name in ranking)
+    _words(left, f"{best} best,\nthen {', then '.join(others)}")
     return finish(figure)
 
 
@@ -142,7 +176,7 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
     return finish(figure)
 
 
-def deferrals(frame: pd.DataFrame) -> Figure:
+def deferrals(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """Share of the trained requests by the number of updates that they were carried over; columns as of `deferral_shares`."""
     figure, ((ax,),) = panels(1, 1, 9, 3.6)
     methods = list(frame["method"].unique())
@@ -154,7 +188,7 @@ def deferrals(frame: pd.DataFrame) -> Figure:
         ax.bar_label(bars, [f"{100 * share:.3g}" for share in part["share"]], fontsize=8)
     ax.set(xlabel="updates that a request was carried over", ylabel="% of trained requests", ylim=(0, 112))
     ax.set_xticks(range(frame["deferrals"].max() + 1))
-    ax.set_title(f"measured, {note(frame)}; published: most never, nearly all others once")
+    ax.set_title(title or f"measured, {note(frame)}; published: most never, nearly all others once")
     ax.legend()
     return figure
 
@@ -171,29 +205,20 @@ def _tasks(frame: pd.DataFrame) -> tuple[Figure, dict]:
     return figure, dict(zip(tasks, axes.flat, strict=False))
 
 
-def speedups_markdown(frame: pd.DataFrame) -> str:
-    target = f"{TARGET_SHARE:.0%} of the rise of the sequential run's reward, mean of {SMOOTHED} steps"
-    measured = f"{frame['scale'].iloc[0]} scale, clock = {frame['clock'].iloc[0]}"
-    return f"{markdown(frame, 'speedups')}\nPublished targets are absolute rewards. Measured: {measured}; the target is {target}.\n"
-
-
-def quality_markdown(frame: pd.DataFrame) -> str:
-    note = "Published: five benchmarks of OPPO's 7B model, and that the baseline is nearly identical"
-    return f"{markdown(frame, 'quality')}\nMeasured: {frame['scale'].iloc[0]} scale, held-out prompts. {note}.\n"
-
-
 CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {
     "oppo_timeline": timeline,
     "oppo_lengths": length_shares,
-    "oppo_staleness": partial(reward, held_out=True),
-    "oppo_time_to_reward": partial(reward, x="seconds"),
-    "oppo_reward_steps": reward,
+    "oppo_staleness": partial(reward, held_out=True, told=_claim),
+    "oppo_time_to_reward": partial(reward, x="seconds", told=_minutes),
+    "oppo_reward_steps": partial(reward, told=_rewards),
     "oppo_utilisation": utilisation,
     "oppo_ablation": ablation,
     "oppo_overcommitment": overcommitment,
     "oppo_chunk_size": chunk_size,
     "oppo_deferrals": deferrals,
     "oppo_grpo": partial(reward, x="seconds"),
-    "oppo_speedups": speedups_markdown,
-    "oppo_quality": quality_markdown,
+    "oppo_speedups": partial(markdown, table="speedups"),
+    "oppo_ablation_table": partial(markdown, table="ablation"),
+    "oppo_stages": partial(markdown, table="stages"),
+    "oppo_quality": partial(markdown, table="quality"),
 }

@@ -12,7 +12,7 @@ import pandas as pd
 
 from nowait import published
 from nowait.analysis import shapes as targets
-from nowait.analysis.statistics import standard_error
+from nowait.analysis.statistics import decided, standard_error
 from nowait.analysis.tables import REFERENCE, grid
 from nowait.published import Entry
 
@@ -68,9 +68,9 @@ def judge(paper: str, values: dict[str, Measured], reason: str = "") -> list[Row
 
 
 def shapes(paper: str, frames: dict[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, str]]:
-    """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for."""
-    facts = published.load(paper)
-    for target, rule in zip(facts["shape_targets"], published.load("targets")[paper]["shapes"], strict=True):
+    """(target, setup, verdict, numbers) for every shape target of a paper in each setup, or task, that it is claimed for; then our own."""
+    facts, rules = published.load(paper), published.load("targets")[paper]
+    for target, rule in [*zip(facts["shape_targets"], rules["shapes"], strict=True), *((f"ours: {rule['target']}", rule) for rule in rules["own"])]:
         for setup in rule.get("setups", facts.get("setups") or facts["tasks"]):
             yield target, setup, *_shape(frames, setup, rule)
 
@@ -82,15 +82,9 @@ def _judge(entry: Entry, rule: dict, numbers: dict[str, float], values: dict[str
     if measured is None or unjudged:
         return Row(entry, measured, "not judged" if measured else "not run", unjudged if measured else "")
     slack, se, reason = _slack(rule, entry, measured, numbers, values)
-    verdict = "not judged" if slack is None else _decided(slack, se)
+    verdict = "not judged" if slack is None else decided(slack, se)
     reason = f"{reason}; {rule['differs']}" if verdict == "fail" and "differs" in rule else reason
     return Row(entry, measured, verdict + (LIMITED.get(rule["judge"], "") if verdict in ("pass", "fail") else ""), reason)
-
-
-def _decided(slack: float, se: float) -> str:
-    """By how much a value lies inside what was asked (outside: negative), against two of its standard errors."""
-    resolved = abs(slack) > 2 * se  # false where there is no standard error
-    return ("pass" if slack > 0 else "fail") if resolved else "not resolved"
 
 
 def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str, str]:
@@ -102,9 +96,9 @@ def _shape(frames: dict[str, pd.DataFrame], setup: str, rule: dict) -> tuple[str
         return "not run", str(missing.args[0])
     if reason := withheld(frames):
         return "not judged", f"{reason}; {numbers}"
-    decided = [_decided(*condition) for condition in conditions]
-    verdict = next((verdict for verdict in ("fail", "not resolved") if verdict in decided), "pass")
-    return verdict, numbers
+    found = [decided(*condition) for condition in conditions]
+    verdict = next((verdict for verdict in ("fail", "not resolved") if verdict in found), "pass")
+    return verdict, f"{numbers}; {rule['differs']}" if verdict == "fail" and "differs" in rule else numbers
 
 
 def _slack(rule: dict, entry: Entry, found: Measured, numbers: dict, values: dict) -> tuple[float | None, float, str]:

@@ -13,6 +13,7 @@ from nowait.analysis.tables import rows_of
 METHODS = ("sync", "recompute", "loglinear")
 OTHERS = ["sync", "recompute"]
 SPED_UP = ("intra", "inter", "both")
+LAST = 10  # steps, of the start and the end of a run
 
 
 def seconds_per_step(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
@@ -116,6 +117,48 @@ def deferrals(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
     return [(none - rule["never"], errors[0]), (of_rest - rule["once"], errors[1])], f"{text}, at Δ/B = {rows['delta_over_b'].iloc[0]:.2f}"
 
 
+def rise(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+    rows = rows_of(frames, "a3po_final_eval_reward", setup)
+    slack = rows["rise"] - np.maximum(rule["least"], rule["errors"] * rows["rise_se"])
+    numbers = [f"{row.method} {row.rise:+.3f} ± {row.rise_se:.2g}" for row in rows.itertuples()]
+    return [(inside, 0.0) for inside in slack], ", ".join(numbers)
+
+
+def learning(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+    rows = rows_of(frames, "oppo_reward_steps", setup)
+    first, last = (_by_method(rows[part], "rollout/reward_mean") for part in (rows["step"] <= LAST, rows["step"] > rows["step"].max() - LAST))
+    gain = last - first
+    return [_over_seeds(gain[method]) for method in gain], f"last {LAST} steps minus the first {LAST}: {_with_errors(gain)}"
+
+
+def critic(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+    """By the median of the steps: where all answers of a batch earn the same, returns hardly vary, and the quotient is far below 0."""
+    rows = rows_of(frames, "oppo_reward_steps", setup)
+    explained = _by_method(rows[rows["step"] > rows["step"].max() - LAST], "train/explained_variance", "median")
+    conditions = [_over_seeds(explained[method] - rule["above"]) for method in explained]
+    text = f"explained variance in the last {LAST} steps: {_with_errors(explained)}"
+    if "train/kl" in rows:
+        finite = np.isfinite(rows["train/kl"]).all()
+        conditions.append((1.0 if finite else -1.0, 0.0))
+        text += f"; KL to the reference {'finite' if finite else 'not finite'}, {rows['train/kl'].max():.3g} nats at most"
+    return conditions, text
+
+
+def stage_shares(frames: dict, setup: str, rule: dict) -> tuple[list, str]:
+    rows = rows_of(frames, "oppo_stages", setup)
+    numbers = [f"{row.stage} {row.measured:.1%} ± {row.se:.1%} (asked: {row.asked})" for row in rows.itertuples()]
+    return list(zip(rows["slack"], rows["se"], strict=True)), ", ".join(numbers)
+
+
+def _by_method(rows: pd.DataFrame, column: str, how: str = "mean") -> pd.DataFrame:
+    """Summary [seed, method] over the steps, methods in their order."""
+    return rows.pivot_table(index="seed", columns="method", values=column, aggfunc=how, sort=False)
+
+
+def _with_errors(table: pd.DataFrame) -> str:
+    return ", ".join(f"{method} {values.mean():.3g} ± {standard_error(values.dropna()):.2g}" for method, values in table.items())
+
+
 def _at(column: pd.Series, method: str) -> float:
     if not np.isfinite(column.get(method, np.nan)):
         raise LookupError(f"no {column.name} of {method}")
@@ -134,7 +177,7 @@ def _windows(frame: pd.DataFrame, column: str, window: list[float], how: str = "
 
 
 def _over_seeds(slack: pd.Series) -> tuple[float, float]:
-    return slack.mean(), standard_error(slack)
+    return slack.mean(), standard_error(slack.dropna())
 
 
 def _above_others(table: pd.DataFrame) -> tuple[float, float]:

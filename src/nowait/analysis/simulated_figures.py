@@ -9,7 +9,9 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from nowait.analysis import oppo_figures
 from nowait.analysis.drawing import curve, finish, look, note, ordered, panels, spaced
+from nowait.analysis.simulated import MARGIN
 from nowait.analysis.studies import BASELINES, PAYS
 from nowait.analysis.tables import markdown
 
@@ -27,7 +29,7 @@ def speedups(frame: pd.DataFrame) -> Figure:
     """Published ratios, each with the simulation by data sheets alone and calibrated; bars reach over the changed assumptions."""
     rows = frame[(frame["unit"] == "ratio")].reset_index(drop=True)
     figure, ((ax,),) = panels(1, 1, 9, 1.4 + 0.36 * len(rows))
-    ax.hlines(rows.index, rows["low"], rows["high"], color="#009E73", alpha=0.35, linewidth=6, label="simulated, over four changed assumptions")
+    ax.hlines(rows.index, rows["low"], rows["high"], color="#009E73", alpha=0.35, linewidth=6, label="simulated, over changed assumptions")
     ax.plot(rows["simulated"], rows.index, "s", color="#009E73", label="simulated, calibrated on baselines")
     ax.plot(rows["alone"], rows.index, "o", color="#0072B2", fillstyle="none", label="simulated, data sheets alone")
     ax.plot(rows["published"], rows.index, "D", color="#D55E00", label="published")
@@ -41,19 +43,18 @@ def speedups(frame: pd.DataFrame) -> Figure:
 
 
 def here(frame: pd.DataFrame) -> Figure:
-    """Predicted over measured seconds per step, a panel per setup, with the band that was asked for."""
-    setups = list(frame["setup"].unique())
-    figure, (axes,) = panels(1, len(setups), 4.2 * len(setups), 4, sharey=True)
-    for ax, setup in zip(axes, setups, strict=True):
+    """Simulated over measured seconds per step, a panel per setup, with the band that was asked for."""
+    setups, counts = list(frame["setup"].unique()), frame.groupby("setup", sort=False).size()
+    figure, axes = panels(len(setups), 1, 7, 0.8 + 0.7 * len(setups) + 0.3 * len(frame), sharex=True, height_ratios=counts + 1)
+    for ax, setup in zip(axes[:, 0], setups, strict=True):
         own = frame[frame["setup"] == setup].reset_index(drop=True)
-        ax.axhspan(0.85, 1.15, color="#999999", alpha=0.25)
+        ax.axvspan(1 - MARGIN, 1 + MARGIN, color="#999999", alpha=0.25)
         for i, row in own.iterrows():
-            curve(ax, [i], [1 + row["error"]], row["method"], linestyle="", fillstyle="none" if row["role"] == "fitted" else "full", markersize=8)
-        ax.axhline(1, color="#555555", linewidth=1)
-        ax.set_xticks(range(len(own)), [look(method)[0] for method in own["method"]], rotation=40, ha="right", fontsize=9)
-        ax.set_title(f"{spaced(setup)}, {note(own)}")
-    figure.axes[0].set_ylabel("seconds per step, simulated / measured")
-    figure.supxlabel("hollow: fitted; grey: within 15 %", fontsize=9)
+            curve(ax, [1 + row["error"]], [i], row["method"], linestyle="", fillstyle="none" if row["role"] == "fitted" else "full", markersize=9)
+        ax.axvline(1, color="#555555", linewidth=1)
+        ax.set_yticks(range(len(own)), [look(method)[0] for method in own["method"]])
+        ax.set(ylim=(len(own) - 0.4, -0.6), title=f"{spaced(setup)}, {note(own)}")
+    ax.set_xlabel(f"seconds per step, simulated / measured\nhollow: fitted; grey: within {MARGIN:.0%}")
     return figure
 
 
@@ -147,9 +148,7 @@ def _heat(ax, table: pd.DataFrame, norm, colours: str):
 
 
 def systems_markdown(frame: pd.DataFrame) -> str:
-    shown = frame.assign(**{name: factor * frame[name] for name, (_, factor, _) in OUTCOMES.items()})
-    note = f"Simulated: {frame['setup'].iloc[0]} on the hardware that is assumed for it. Published: on which task and machine is not known."
-    return f"{markdown(shown, 'systems')}\n{note}\n"
+    return markdown(frame.assign(**{name: factor * frame[name] for name, (_, factor, _) in OUTCOMES.items()}), "systems")
 
 
 def chunk_size(frame: pd.DataFrame) -> Figure:
@@ -163,6 +162,16 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def overcommitment(frame: pd.DataFrame) -> Figure:
+    """Simulated Δ over training steps, a curve per rule (columns of `simulated.metrics`)."""
+    figure, ((ax,),) = panels(1, 1, 6, 3.8)
+    for method in ordered(frame["method"]):
+        own = frame[frame["method"] == method]
+        curve(ax, own["step"], own["overlap/delta"], method, markevery=max(1, len(own) // 10))
+    ax.set(xlabel="training step", ylabel="Δ, requests beyond the batch", title="simulated, assumed hardware and reward curve")
+    return finish(figure)
+
+
 CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {
     "simulated_speedups": speedups,
     "simulated_here": here,
@@ -173,6 +182,8 @@ CONTENTS: dict[str, Callable[[pd.DataFrame], Figure | str]] = {
     "simulated_scale": gains,
     "simulated_scale_hours": hours,
     "simulated_chunk_size": chunk_size,
+    "simulated_overcommitment": overcommitment,
+    "simulated_deferrals": partial(oppo_figures.deferrals, title="simulated, assumed hardware"),
     "simulated_a3po": partial(markdown, table="simulated"),
     "simulated_oppo": partial(markdown, table="simulated"),
     "simulated_systems_table": systems_markdown,

@@ -27,6 +27,12 @@ def standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
+def decided(slack: float, se: float) -> str:
+    """By how much a value lies inside what was asked (outside: negative), against two of its standard errors."""
+    resolved = abs(slack) > 2 * se  # false where there is no standard error
+    return ("pass" if slack > 0 else "fail") if resolved else "not resolved"
+
+
 def mean_and_error(*sets: np.ndarray) -> Estimate:
     """Mean of values [seeds, prompts], or of the means of several sets with different prompts and the same seeds.
 
