@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -53,20 +52,18 @@ def record() -> None:
 
 @styled
 def curves(metric: str = "reward, share right", smooth: int = 10) -> Figure:
-    """A panel per method: running means over `smooth` steps, their mean over seeds and single seeds as thin lines; grey: means of the others."""
-    figure, table = Figure(figsize=(7.2, 4.6)), recorded(metric).rolling(smooth).mean()
-    figure.subplots_adjust(0.1, 0.12, 0.99, 0.88, hspace=0.25, wspace=0.06)
-    means = {method: table[method].to_numpy().mean(axis=1) for method in METHODS}
-    for ax, method in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, METHODS, strict=True):
-        ax.plot(table.index, np.stack([means[other] for other in METHODS if other != method], 1), color="#BBBBBB", linewidth=1)
-        line = curve(ax, table.index, means[method], method, markevery=10, linewidth=2.2)
-        ax.plot(table.index, table[method], color=line.get_color(), linewidth=0.9, alpha=0.6)
-        ax.set_title(line.get_label(), loc="left", color=line.get_color(), weight="bold", y=0.98)
-        ax.set_xticks((0, 50, 100))
-        ax.locator_params(axis="y", nbins=4)
-        ax.label_outer()
-    figure.suptitle(f"{metric}: A-3PO's setup 1 at scale cpu, n = {table[method].shape[1]} seeds (thin)", x=0.1, ha="left", fontsize=12)
-    figure.supxlabel(f"training step (mean of the last {smooth})", fontsize=11, y=0)
+    """Running means over `smooth` steps: on the left their means over seeds, on the right the single seeds."""
+    figure, table = Figure(figsize=(7.6, 3.6)), recorded(metric).rolling(smooth).mean()
+    figure.subplots_adjust(0.09, 0.24, 0.99, 0.9, wspace=0.05)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for method in METHODS:
+        line = curve(left, table.index, table[method].to_numpy().mean(axis=1), method, markevery=10)
+        right.plot(table.index, table[method], color=line.get_color(), linestyle=line.get_linestyle(), linewidth=1)
+    for ax, title in ((left, f"{metric}, mean of n = {table[method].shape[1]} seeds"), (right, "single seeds; setup 1, scale cpu")):
+        ax.set(xlabel=f"training step (mean of the last {smooth})", xticks=(0, 25, 50, 75, 100))
+        ax.set_title(title, loc="left")
+    right.tick_params(labelleft=False)
+    figure.legend(handles=left.lines, loc="lower center", ncols=4)
     return figure
 
 
