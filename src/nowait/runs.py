@@ -313,7 +313,7 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     try:
         waiting = set(futures)
         while waiting:
-            done, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
+            done, waiting = wait(waiting, 2, FIRST_COMPLETED)
             bar.update(sum(_steps_recorded(e, s) for e, s in missing) - bar.n)
             for future in done:
                 experiment, seed = futures[future]
