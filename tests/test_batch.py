@@ -60,6 +60,7 @@ def test_take_pads_over_the_requests_it_takes_and_keeps_their_order():
 
 
 def test_the_oldest_version_of_a_request_is_that_of_its_first_token(rollouts):
+    rollouts.add(segments(2, s10=([], RUNNING)))  # it has begun, without a token
     assert rollouts.oldest == {3: 0, 4: 2}
     rollouts.add(segments(3, s9=([92], RUNNING), s10=([101], RUNNING)))
     assert rollouts.oldest == {3: 0, 4: 2, 5: 3}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 import pytest
 
 from nowait import bench
@@ -52,10 +50,6 @@ def test_speedups_are_medians_over_blocks_of_ratios_inside_a_block(experiments, 
     rows = {row["variant"]: row for row in out["rows"]}
     assert rows["both"]["blocks"] == pytest.approx([2.0, 4.0]) and rows["sequential"]["seconds_per_step"] == pytest.approx(6.0)
     assert rows["both"]["utilisation"] == pytest.approx(0.65) and rows["sequential"]["overcommit_share"] == 0
-
-
-def test_the_default_of_the_bench_of_overlaps_is_the_papers_own_task():
-    assert signature(bench.overlap).parameters["config"].default == "oppo/stackexchange_7b"
 
 
 def test_the_variants_differ_in_their_overlaps_and_in_the_slots_that_these_need():

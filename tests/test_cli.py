@@ -287,14 +287,22 @@ def test_sample_marks_responses_without_an_end(capsys, folders):
     assert re.fullmatch(r"\S\S  \[cut at 2 tokens\]\n", capsys.readouterr().out)
 
 
-def test_sample_gives_a_model_with_a_chat_template_its_prompt_as_a_user_message(folders, capsys):
-    """The template makes `3+4+5=` of `3+4+5`; given the text alone, the policy would first go on with the sum."""
-    result, shipped = record(load("a3po/setup1")), Path(reproduction.__file__).parent / "data" / "policy_small"
-    copytree(shipped, result.path / "policy")
+@pytest.mark.parametrize(("task", "prompt"), [("arithmetic", "3+4+5="), ("test_cli:Messages", "3+4+5")])
+def test_sample_prompts_as_training_does_raw_or_by_the_chat_template(folders, capsys, task, prompt):
+    """The template makes `3+4+5=` of the message `3+4+5`, and `3+4+5==` of what the task would have given as text."""
+    result = record(load("a3po/setup1", overrides=[f"task={{name: {task}, options: {{}}}}"]))
+    copytree(Path(reproduction.__file__).parent / "data" / "policy_small", result.path / "policy")
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     (result.path / "policy" / "chat_template.jinja").write_text(template)
-    assert main(["sample", str(result.path), "--prompt", "3+4+5", "--samples", "32"]) == 0
+    assert main(["sample", str(result.path), "--prompt", prompt, "--samples", "32"]) == 0
     assert sum(line.startswith("7;12;") or line.endswith("#12") for line in capsys.readouterr().out.splitlines()) > 16
+
+
+class Messages:
+    """A task whose prompts are messages."""
+
+    def prompt(self, split: str, row: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "1+2"}]
 
 
 @pytest.mark.parametrize(("prompt", "message"), [("3 plus 4=", "--prompt has '  l p s u'"), ("", "--prompt is empty")])

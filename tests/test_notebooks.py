@@ -342,6 +342,7 @@ def test_staleness_is_counted_over_tokens_of_all_seeds_and_steps():
     assert found.loc[("setup2", "loglinear")].to_dict() == {"mean d": 1.0, "same requests": 1.0, "d = 0": 0.375, "d = 1": 0.25, "d = 2": 0.375}
     assert found.loc[("setup2", "recompute"), "same requests"] == 0.5
     assert found.loc[("setup1", "sync"), ["mean d", "d = 0", "d = 1"]].tolist() == [0.0, 1.0, 0.0]
+    assert pd.isna(found.loc[("setup1", "sync"), "same requests"])
 
 
 def timed(clock: str, scale: str) -> pd.DataFrame:

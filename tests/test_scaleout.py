@@ -26,7 +26,7 @@ from nowait.config import AlgorithmConfig, ConfigError, CriticConfig, LearnerCon
 from nowait.runtime.device import DeviceFailed, InlineExecutor, ProcessExecutor, WallClock
 from nowait.runtime.group import GroupExecutor
 from nowait.runtime.timeline import Timeline
-from nowait.training import _devices, ray_executor
+from nowait.training import _devices, check_gpus, ray_executor
 from nowait.workers.dealt import DealtSampler
 from nowait.workers.learner import HFLearner
 from nowait.workers.ppo_learner import PPOLearner
@@ -281,7 +281,7 @@ def dealt(tiny, two_processes):
     return make
 
 
-@pytest.mark.parametrize("slots", [64, 7])  # all at once; 4 on each rank, so that most wait
+@pytest.mark.parametrize("slots", [64, 8])  # all at once; 4 on each rank, so that most wait
 def test_two_ranks_sample_the_tokens_of_one(dealt, slots):
     one, two = dealt(slots)
     expected, found = generate(one, requests(12)), generate(two, requests(12))
@@ -348,11 +348,25 @@ def test_a_run_with_two_ranks_trains_like_one_and_leaves_an_ordinary_policy(tmp_
         (["learner.ranks=2", "runtime.executor=process", "runtime.gpus={a: [0], b: [1, 2, 3]}"], "learner.ranks: 2 ranks cannot share 3 GPUs evenly"),
         (["sampler.ranks=2", "runtime.executor=process", "runtime.gpus={a: [0], b: [1, 2]}"], "sampler.ranks: 2 ranks cannot share 1 GPUs evenly"),
         (["sampler.ranks=48", "runtime.executor=process"], "schedule.group_size: .* samples of a request exceed a sampler's 2 slots"),
+        (["sampler.ranks=5", "runtime.executor=process"], "sampler.slots: 5 ranks cannot share 96 slots evenly .*; choose a multiple of 5"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_the_remedy(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load("a3po/setup1", "cpu", overrides)
+
+
+def test_each_rank_must_have_slots_for_its_share_of_the_requests_in_flight():
+    ranks = ["learner.ranks=2", "sampler.ranks=2", "runtime.executor=process", "schedule.group_size=3", "overlap.delta_max=5", "overlap.delta=4"]
+    load("oppo/stackexchange_7b", "cpu", [*ranks, "sampler.slots=66"])  # 11 requests of 3 samples on each
+    with pytest.raises(ConfigError, match="21 requests in flight x 3 samples need 66 slots of 2 ranks, sampler.slots is 64"):
+        load("oppo/stackexchange_7b", "cpu", [*ranks, "sampler.slots=64"])
+
+
+def test_gpus_that_no_worker_would_use_are_refused():
+    x = load("a3po/setup1", "paper", method="sync_colocated")
+    with pytest.raises(ValueError, match="device a has 4 GPUs, of which its workers use 1: name fewer, or raise their ranks"):
+        check_gpus(x)
 
 
 def test_on_one_device_sampler_and_learner_have_equally_many_ranks():

@@ -303,11 +303,11 @@ def test_another_seed_is_another_run():
 
 @pytest.mark.slow
 def test_1100_asynchronous_steps_of_setup_2_take_seconds(shipped):
-    """The target is 5 s on an idle core; the bound leaves room for a busy machine."""
+    """Asked: 5 s of processor time; it takes 3.6."""
     x, what = load("a3po/setup2", "loglinear", ["schedule.steps=1100"])
     start = time.process_time()
     assert len(simulate(x, what).rows) == 1100
-    assert time.process_time() - start < 15
+    assert time.process_time() - start < 5
 
 
 SWEEP = r"""
@@ -327,11 +327,11 @@ print(json.dumps([took, peak]))
 
 
 @pytest.mark.slow
-def test_a_sweep_over_oppo_configurations_takes_under_two_seconds_each_and_500_mb(shipped):
-    """The target is 0.6 s a configuration, so that 200 take 2 minutes."""
+def test_a_sweep_over_oppo_configurations_takes_under_a_second_each_and_500_mb(shipped):
+    """Asked: 0.6 s a configuration, so that 200 take 2 minutes; other work on the machine may cost half as much again."""
     out = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True, check=True, timeout=120).stdout
     seconds, memory = json.loads(out)
-    assert seconds < 2 and memory < 500e6
+    assert seconds < 0.9 and memory < 500e6
 
 
 def test_a_simulation_runs_inside_an_event_loop_too():

@@ -185,15 +185,16 @@ class Rollouts:
 
     def add(self, segments: Segments) -> list[int]:
         """Append a round; returns the ids of the requests that it completed, in submission order."""
-        version, tokens, logps, done = segments.version, segments.token, segments.logp_behav, []
+        version, tokens, logps = segments.version, segments.token, segments.logp_behav
+        done = []
         bounds = itertools.pairwise(segments.offset.tolist())
         for sid, finish, (first, end) in zip(segments.sequence.tolist(), segments.finish.tolist(), bounds, strict=True):
             sequence = self._sequences[sid]
             if sequence.finish != RUNNING:
                 raise ValueError(f"sequence {sid} had finished and got more tokens")
-            if not sequence.parts:
+            if end > first:
                 self.oldest.setdefault(sid // self.n, version)  # versions only grow
-            sequence.parts.append((tokens[first:end], logps[first:end], version))
+                sequence.parts.append((tokens[first:end], logps[first:end], version))
             if finish != RUNNING:
                 sequence.finish, request = finish, sid // self.n
                 self._running[request] -= 1

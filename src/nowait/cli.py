@@ -101,7 +101,7 @@ def train(
 @app.command()
 def sample(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts; what a user says, where the model has a chat template")],
+    prompt: Annotated[str, typer.Option(help="text in the form of the task's prompts; what a user says, where those are messages")],
     samples: Annotated[int, typer.Option(min=1)] = 4,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
 ) -> None:
@@ -119,12 +119,12 @@ def sample(
     result = _trained(_find(run))
     config, path = result.manifest["config"], str(result.path / "policy")
     encode, _, tokenizer = load_tokenizer(path)
+    example = tasks.load(TaskConfig(**config["task"])).prompt("eval", 0)
     unknown = sorted({character for character in prompt if not tokenizer(character, add_special_tokens=False)["input_ids"]})
     if unknown or not prompt:
         what = f"--prompt has {' '.join(unknown)!r}, which the policy's tokenizer does not know" if unknown else "--prompt is empty"
-        example = tasks.load(TaskConfig(**config["task"])).prompt("eval", 0)
         raise ValueError(f"{what}; a prompt of this run's task: {example}")
-    ids = np.array(encode([{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt), np.int32)
+    ids = np.array(encode(prompt if isinstance(example, str) else [{"role": "user", "content": prompt}]), np.int32)
     sampling, longest = config["sampler"], config["sampler"]["max_new_tokens"]
     cache = {"slots": min(samples, sampling["slots"]), "capacity": len(ids) + longest}
     sampler = HFSampler(path, dtype=config["model"]["dtype"], temperature=sampling["temperature"], seed=seed, **cache)

@@ -95,9 +95,12 @@ def _names_folders(text: str) -> bool:
 
 def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     """(broken, key, what, remedy) of a sampler or a learner of several ranks."""
-    ranks, executor, rules = {"sampler": x.sampler.ranks, "learner": x.learner.ranks}, x.runtime.executor, []
+    ranks, executor = {"sampler": x.sampler.ranks, "learner": x.learner.ranks}, x.runtime.executor
+    slots = f"{ranks['sampler']} ranks cannot share {x.sampler.slots} slots evenly"
+    rules = [(x.sampler.slots % ranks["sampler"] > 0, "sampler.slots", slots, f"choose a multiple of {ranks['sampler']}")]
     for role, count in ranks.items():
-        key, gpus = f"{role}.ranks", [len(x.runtime.gpus[d]) for d, hosted in x.runtime.placement.items() if role in hosted and d in x.runtime.gpus]
+        key = f"{role}.ranks"
+        gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if role in hosted and device in x.runtime.gpus]
         colocated = f"colocated training has a {role} on each of its two devices"
         rules += [
             (count > 1 and executor == "inline", key, f"{count} ranks need a process each", "set runtime.executor=process or ray, or 1 rank"),
@@ -157,23 +160,26 @@ def most_overlapped(x: Experiment) -> int:
 
 
 def check_rows(x: Experiment, rows: int) -> None:
-    """Raise ValueError where a task of so many training rows would have one of them twice in a batch, or in what overlapped training holds."""
+    """Raise ValueError where a task has fewer training rows than a batch, or than overlapped training holds at once."""
     most, key = x.schedule.batch_size, "schedule.batch_size"
     if x.schedule.kind == "overlapped" and x.overlap.inter:
         most, key = most_overlapped(x), "schedule.batch_size + overlap.delta_max"
     if most > rows:
-        raise ValueError(f"{key} is {most}, but the task has {rows} training rows, and none may be in flight twice: lower it, or take more rows")
+        raise ValueError(f"{key} is {most}, but the task has {rows} training rows, so that one would come twice at once: lower it, or take more rows")
 
 
 def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
-    overlap, plan, slots = x.overlap, x.schedule, x.sampler.slots
+    overlap, plan = x.overlap, x.schedule
     wanted = ["sampler", "learner", *(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]
     placed = [role for hosted in x.runtime.placement.values() for role in hosted]
     wrong = [role for role in wanted if placed.count(role) != 1]
     most = most_overlapped(x)
     order = overlap.delta_min <= overlap.delta <= overlap.delta_max
     blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline" and overlap.intra
-    together = f"{most} requests in flight x {plan.group_size} samples need {most * plan.group_size} slots, sampler.slots is {slots}"
+    ranks, slots = x.sampler.ranks, x.sampler.slots
+    needed = -(-most // ranks) * plan.group_size * ranks  # a request stays whole on its rank
+    evenly = f" of {ranks} ranks" if ranks > 1 else ""
+    together = f"{most} requests in flight x {plan.group_size} samples need {needed} slots{evenly}, sampler.slots is {slots}"
     sizes = overlap.chunk_candidates
     trials = f"trying {len(sizes)} candidates twice takes longer than a period of {overlap.chunk_period} steps"
     return [
@@ -185,7 +191,7 @@ def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
             "set {a: [sampler, learner], b: [reward, reference]}",
         ),
         (not order, "overlap.delta", f"{overlap.delta} is not within delta_min {overlap.delta_min} and delta_max {overlap.delta_max}", "change one"),
-        (most * plan.group_size > slots, "sampler.slots", together, "raise sampler.slots, or lower overlap.delta_max"),
+        (needed > slots, "sampler.slots", together, "raise sampler.slots, or lower overlap.delta_max"),
         (overlap.rule == "trend" and overlap.window < 3, "overlap.window", "a trend needs at least 3 rewards", "set 20 or more"),
         (len(sizes) == 1, "overlap.chunk_candidates", "one candidate leaves nothing to try", "write it to sampler.chunk, or name several"),
         (len(set(sizes)) < len(sizes), "overlap.chunk_candidates", f"{sizes} names a size twice", "name each once"),

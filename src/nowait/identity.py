@@ -45,11 +45,13 @@ def run_hash(experiment: Experiment, seed: int) -> str:
 
 
 def _model_digest(path: str) -> str:
-    """SHA-256 of the weights: from the manifest of a shipped model, of the files in a folder; empty for a hub name."""
+    """SHA-256 of the weights: from the manifest of a shipped model, of a GGUF file, of the files in a folder; else empty, as for a hub name."""
     if path.startswith("asset:"):
         manifest = Path(__file__).parent / "data" / path.removeprefix("asset:") / "manifest.json"
         return json.loads(manifest.read_text())["sha256"] if manifest.exists() else ""
-    return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in sorted(Path(path).glob("*.safetensors"))) if Path(path).is_dir() else ""
+    there = Path(path.removeprefix("gguf:"))
+    files = sorted(there.glob("*.safetensors")) if there.is_dir() else [there] if there.is_file() else []
+    return " ".join(_file_digest(f, f.stat().st_mtime_ns) for f in files)
 
 
 def _own_digest(name: str) -> str:

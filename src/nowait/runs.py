@@ -165,7 +165,8 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
     write(path / "manifest.json", manifest)
     tags = [experiment.method, experiment.scale, manifest["commit"]]
     tracker = Tracker(path, config=manifest["config"], name=path.name, group=experiment.name, tags=tags, use_wandb=use_wandb)
-    timeline, gpu, written, inert, ok = Timeline(), GpuSampler(experiment.runtime.clock == "wall"), 0, 0, False
+    timeline, gpu = Timeline(), GpuSampler(experiment.runtime.clock == "wall")
+    written, inert, ok = 0, 0, False
     bar = tqdm(total=experiment.schedule.steps, unit="step", disable=not progress)
     _trim(path / "timeline.jsonl", before=state["step"] if state else 0)
     _trim(path / "evaluations.jsonl")

@@ -163,7 +163,8 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
 
     Of runs beside those of A-3PO also the share of steps in which both trained on the same requests.
     """
-    counts, same = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}, {}
+    counts = {(tables.setup(b["config"]), row["method"]): row["staleness"] for b in benches for row in b["rows"]}
+    same = {}
     for result, method in ((r, m) for r in several for m in r):
         key, each = (tables.setup(result[method][0].manifest["name"]), method), result[method]
         counts[key] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
@@ -173,7 +174,10 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
         key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **same.get(key, {}), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
         for key, c in counts.items()
     }
-    return pd.DataFrame(shares).T.fillna(0.0).round(3)
+    found = pd.DataFrame(shares).T
+    ages = [name for name in found if name.startswith("d = ")]
+    found[ages] = found[ages].fillna(0.0)
+    return found.round(3)
 
 
 def _same_requests(each: list[RunResult], others: list[RunResult]) -> float:

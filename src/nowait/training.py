@@ -147,13 +147,20 @@ def _engine(experiment: Experiment) -> tuple[str, dict]:
     factory = SAMPLERS[sampling.engine]
     if sampling.engine == "vllm":
         longest = sampling.max_prompt_tokens + max(sampling.max_new_tokens, plan.max_new_tokens)
-        slots = -(-max(sampling.slots, plan.slots) // sampling.ranks)
+        slots = max(sampling.slots, plan.slots) // sampling.ranks
         options["engine"] = sampling.engine_options | {"max_num_seqs": slots, "max_model_len": longest}
     return (DEALT, {"factory": factory} | options) if sampling.ranks > 1 else (factory, options)
 
 
 def check_gpus(experiment: Experiment) -> None:
-    """Raise ValueError where the config names GPUs that this machine does not have; a cluster is asked when workers are placed."""
+    """Raise ValueError where the config names GPUs that no worker would use, or that this machine does not have.
+
+    A cluster is asked for them when workers are placed.
+    """
+    for device, gpus in experiment.runtime.gpus.items():
+        used = experiment.ranks(device) * int(experiment.sampler.engine_options.get("tensor_parallel_size", 1))
+        if len(gpus) > used:
+            raise ValueError(f"runtime.gpus: device {device} has {len(gpus)} GPUs, of which its workers use {used}: name fewer, or raise their ranks")
     wanted = sorted({gpu for gpus in experiment.runtime.gpus.values() for gpu in gpus})
     if wanted and not experiment.runtime.ray_address:
         import torch

@@ -1,5 +1,6 @@
 """Figures and tables of OPPO: published values where there are any, measured ones beside them, never in one axes. Frames are those of `oppo`."""
 
+import textwrap
 from collections.abc import Callable
 from functools import partial
 
@@ -76,7 +77,7 @@ def _rewards(task: str) -> str:
 
 
 def _claim(task: str) -> str:
-    return published.load("oppo")["figures"]["staleness_5"]["claim"].replace(" and a", "\nand a")
+    return textwrap.fill(published.load("oppo")["figures"]["staleness_5"]["claim"], 45)
 
 
 def length_shares(frame: pd.DataFrame) -> Figure:

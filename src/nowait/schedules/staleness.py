@@ -50,7 +50,7 @@ def strict_batch(step: int, oldest: dict[int, int], finished: Collection[int], b
     """
     if len(finished) < batch_size:
         return None
-    chosen = sorted(sorted(finished), key=oldest.__getitem__)[:batch_size]
+    chosen = sorted(sorted(finished), key=oldest.__getitem__)[:batch_size]  # stable, so ties go by id
     taken = set(chosen)
     rest = np.sort([version for request, version in oldest.items() if request not in taken])
     in_time = (step + 1 + np.arange(len(rest)) // batch_size <= rest + max_staleness).all()

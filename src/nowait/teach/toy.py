@@ -65,7 +65,7 @@ def experiment(name: str, method: str, **sections: dict) -> Experiment:
     """A shipped setup at scale smoke with some settings replaced, such as schedule={"steps": 3}; one sequence per request, no reference."""
     e = _load(name, scale="smoke", method=method)
     sections["schedule"] = {"group_size": 1} | sections.get("schedule", {})
-    sections["algorithm"] = {"kl_coef": 0.0}
+    sections["algorithm"] = {"kl_coef": 0.0} | sections.get("algorithm", {})
     return e.model_copy(update={section: getattr(e, section).model_copy(update=values) for section, values in sections.items()})
 
 

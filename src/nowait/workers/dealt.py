@@ -32,7 +32,7 @@ class DealtSampler:
         self._group = dist.new_group(backend="gloo")
         self._rank, self._held = rank, [0] * ranks  # sequences on every rank
         self._mine: dict[int, int] = {}  # sequence on this rank: its request
-        self._own = resolve(factory)(slots=-(-slots // ranks), device=device, **options)
+        self._own = resolve(factory)(slots=slots // ranks, device=device, **options)
         self.model = self._own.model
 
     def admit(self, requests: list[Request]) -> None:
@@ -52,8 +52,9 @@ class DealtSampler:
         segments = self._own.decode(max_tokens)
         for sequence in segments.sequence[segments.finish != RUNNING].tolist():
             del self._mine[sequence]
-        self._count()
-        return join(self._gather(segments))
+        rounds, held = zip(*self._gather((segments, len(self._mine))), strict=True)
+        self._held = list(held)
+        return join(list(rounds))
 
     def drop(self, ids: list[int]) -> None:
         self._own.drop(ids)
