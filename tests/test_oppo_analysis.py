@@ -415,7 +415,7 @@ def test_what_is_published_stands_as_words_in_panels_of_measured_curves(frames):
     assert times[2] == "published: target reached 2.8 times sooner"
     assert rewards[0] == "published: 2.0 at step 150,\n4.1 at step 600" and rewards[1] == "published: no values known"
     assert words("oppo_overcommitment") == ["published: dynamic best,\nthen fixed 8 (good early only), then fixed 4"]
-    assert words("oppo_staleness") == ["published: slower reward per step\nand a lower final reward than synchronous"] and words("oppo_grpo") == []
+    assert words("oppo_staleness") == ["published: slower reward per step and a lower final\nreward than synchronous"] and words("oppo_grpo") == []
 
 
 def test_one_seed_resolves_nothing_but_counts():
