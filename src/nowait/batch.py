@@ -99,6 +99,8 @@ class Batch:
 
 def join(rounds: list[Segments]) -> Segments:
     """Several rounds as one: the tokens of a sequence one after the other, its latest finish reason, the version of the latest round."""
+    if len(rounds) == 1 and (np.diff(rounds[0].sequence) > 0).all():  # most are
+        return rounds[0]
     sequence = np.concatenate([s.sequence for s in rounds])
     ids, last = np.unique(sequence[::-1], return_index=True)
     lengths = np.concatenate([np.diff(s.offset) for s in rounds])
