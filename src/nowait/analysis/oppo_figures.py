@@ -141,6 +141,7 @@ def _bars(frame: pd.DataFrame, titles: dict[str, str], form: str) -> Figure:
             ax.bar_label(bars, [form.format(value) for value in part[column]], fontsize=9)
         ax.set_xticks(range(len(tasks)), names)
         ax.grid(axis="x", visible=False)
+        ax.margins(y=0.15)  # room for labels
         ax.set_title(title)
     return figure
 
