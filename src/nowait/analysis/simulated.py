@@ -188,7 +188,9 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
         found = _summary(experiment, calibrated, steps)["seconds_per_step"]
         step = seconds[method]["step"]
         error, role = found / step - 1, "fitted" if method == name else "predicted"
-        rows.append((tables.setup(experiment.name), method, step, found, role, error, f"within {MARGIN:.0%}" if abs(error) <= MARGIN else "misses"))
+        rows.append(
+            (tables.setup(experiment.name), method, step, found, role, error, f"within {100 * MARGIN:.0f} %" if abs(error) <= MARGIN else "misses")
+        )
     return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error", "verdict"])
 
 
