@@ -167,7 +167,7 @@ def test_a_plan_multiplies_steps_by_seconds_and_devices(capsys):
         (["plan", "a3po/setup2", "--set", "devices.b=1"], "take 2 devices or more"),
         (["plan", "a3po/setup2", "--set", "tensor_parallel={a: 3}"], "take one of 1, 2, 4"),
         (
-            ["plan", "oppo/stackexchange_7b", "--set", "sampler.slots=8192"],
+            ["plan", "oppo/stackexchange_7b", "--set", "sampler.slots=8190"],
             "GB on each of a's devices, which have 141 GB: raise",
         ),
         (["simulate", "a3po/setup2", "--hardware", "h100"], "hardware/h100: path: no such file or shipped config"),
