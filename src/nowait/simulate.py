@@ -107,7 +107,8 @@ def methods(config: str) -> tuple[str, ...]:
 def load(config: str, method: str, overrides: Iterable[str] = ()) -> tuple[Experiment, Assumptions]:
     """A shipped setup at the paper's scale and what is assumed about it; an override's first word says to which of the two it belongs."""
     own = [o for o in overrides if o.split("=")[0].split(".")[0] in Assumptions.model_fields]
-    experiment = configs.load(config, "paper", [o for o in overrides if o not in own], method)
+    one = ("sampler.ranks=1", "learner.ranks=1")  # what is assumed of the devices takes their place
+    experiment = configs.load(config, "paper", [*one, *(o for o in overrides if o not in own)], method)
     return experiment, assumptions(config, own)
 
 
