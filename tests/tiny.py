@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nowait import runs
 from nowait.assets import character_tokenizer
-from nowait.batch import Batch, Request, Rollouts, Weights
+from nowait.batch import Batch, Request, Weights
 from nowait.config import Experiment, load
 from nowait.schedules.common import StepRecord
+from nowait.workers.sampler import generate  # noqa: F401, tests of any sampler use it
 
 EXACT = 2e-5  # nats: what the rounding of one model in two shapes may differ by
 
@@ -56,14 +58,15 @@ def requests(count: int, *, n: int = 2, limit: int = 24, first: int = 0) -> list
     return made
 
 
-def generate(sampler, wanted: list[Request], chunk: int = 8, step: int = 0) -> Batch:
-    """All responses of the requests, as the batch of a training step."""
-    rollouts, left = Rollouts(wanted[0].n), len(wanted)
-    rollouts.admit(wanted)
-    sampler.admit(wanted)
-    while left:
-        left -= len(rollouts.add(sampler.decode(chunk)))
-    return rollouts.take([r.id for r in wanted], step)
+def assert_named_when_not_finite(worker, folder: str) -> None:
+    """A sampler that gets a NaN among the weights of a folder's model says which version it was."""
+    broken = weights(folder, 4)
+    with torch.no_grad():
+        broken.payload["model.norm.weight"][0] = torch.nan
+    worker.load(broken)
+    worker.admit(requests(2))
+    with pytest.raises(FloatingPointError, match="version 4"):
+        worker.decode(2)
 
 
 def train_in_ranks(ranks: list, batch: Batch) -> tuple[int, list[dict]]:

@@ -53,11 +53,12 @@ async def stream(
     A record with a `state` also carries the time of the clock, at which the event loop of a resumed run must begin.
     """
     check_gpus(experiment)
-    check_rows(experiment, tasks.load(experiment.task).size("train"))  # before a model is loaded, or fetched
+    task = tasks.load(experiment.task)
+    check_rows(experiment, task.size("train"))  # before a model is loaded, or fetched
     devices = _devices(experiment, clock, timeline)
     schedule = SCHEDULES[experiment.schedule.kind]
     try:
-        crew = await _crew(experiment, seed, devices, timeline, snapshots)
+        crew = await _crew(experiment, task, seed, devices, timeline, snapshots)
         if experiment.sampler.engine == "vllm":  # the built-in sampler runs the learner's own code
             learner = partial(devices[crew.devices["learner"][0]].aside, "learner")
             for name in crew.devices["sampler"]:
@@ -104,13 +105,13 @@ def ray_executor() -> type:
     return RayExecutor
 
 
-async def _crew(experiment: Experiment, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
+async def _crew(experiment: Experiment, task: tasks.Task, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
     roles = {
         role: [name for name, hosted in experiment.runtime.placement.items() if role in hosted]
         for role in ("sampler", "learner", "reward", "reference")
     }
     encode, decode, _ = load_tokenizer(experiment.model.path)
-    plan, sampling, task = experiment.schedule, experiment.sampler, tasks.load(experiment.task)
+    plan, sampling = experiment.schedule, experiment.sampler
     model = {name: _model(experiment, name) for name in experiment.runtime.placement}
     capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
     factory, engine = _engine(experiment)

@@ -195,14 +195,14 @@ class HFSampler:
         return Segments(sids, offset, token, logp, finish, self._version)
 
 
-def generate(sampler: HFSampler, requests: list[Request], chunk: int = 8) -> Batch:
-    """All responses to requests of one n, as the batch of training step 0."""
+def generate(sampler: HFSampler, requests: list[Request], chunk: int = 8, step: int = 0) -> Batch:
+    """All responses to requests of one n, as the batch of a training step."""
     rollouts, left = Rollouts(requests[0].n), len(requests)
     rollouts.admit(requests)
     sampler.admit(requests)
     while left:
         left -= len(rollouts.add(sampler.decode(chunk)))
-    return rollouts.take([r.id for r in requests], 0)
+    return rollouts.take([r.id for r in requests], step)
 
 
 def pick(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
