@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +81,12 @@ class HFLearner:
     def _read(self, batch: Batch, read: Callable[[Batch], Sequence[torch.Tensor]]) -> list[np.ndarray]:
         """What `read` finds in every micro-batch, a value per token [rows, T] or per sequence [rows], for the whole batch; 0 on padding."""
         found: list[np.ndarray] = []
-        for rows in self._micro_batches(batch, np.arange(len(batch))):
+        for rows, counts in self._passes(batch, np.arange(len(batch))):
             columns = read(part := batch.rows(rows))
             found = found or [np.zeros(batch.token.shape[: column.ndim], np.float32) for column in columns]
             for whole, column in zip(found, columns, strict=True):
-                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.cpu().numpy()
+                if counts:
+                    whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.cpu().numpy()
         return found
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
@@ -132,8 +133,10 @@ class HFLearner:
         denominator = int(step.batch.mask[rows].sum())
         self._optimizer.zero_grad(set_to_none=True)
         stats = []
-        for part in self._micro_batches(step.batch, rows[rank::ranks]):
-            loss, statistics = self._loss(*step.cut(part, self.model.device), denominator)
+        for share, counts in self._passes(step.batch, rows[rank::ranks]):
+            part, columns = step.cut(share, self.model.device)
+            with self._naming_step():
+                loss, statistics = self._loss(replace(part, keep=part.keep & counts), columns, denominator)
             loss.backward()
             stats.append(statistics)
         for parameter in self._parameters:
@@ -247,14 +250,17 @@ class HFLearner:
         """Rows in groups of similar length whose padded size stays within the token budget (one row at least)."""
         return [rows[g] for g in length_groups(batch.prompt_length[rows] + batch.length[rows], self.config.micro_batch_tokens)]
 
+    def _passes(self, batch: Batch, rows: np.ndarray) -> list[tuple[np.ndarray, bool]]:
+        """The forward passes over some rows: micro-batches, and whether each counts."""
+        return [(part, True) for part in self._micro_batches(batch, rows)]
+
     def _loss(self, part: Batch, columns: dict[str, torch.Tensor], denominator: int) -> tuple[torch.Tensor, dict]:
         return self._policy_loss(part, columns, self._states(self.model, part), denominator)
 
     def _policy_loss(self, part: Batch, columns: dict, states: torch.Tensor, denominator: int) -> tuple[torch.Tensor, dict]:
         mask, behav, version = (on(states.device, x) for x in (part.mask, part.logp_behav, part.version))
         theta, entropy = self._logp(part, states)
-        with self._naming_step():
-            loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
+        loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
         if not self._step.norms:  # before the first optimiser step, what the sampler says of fresh tokens must be what the learner finds
             fresh = mask & (version == self.version)
             stats |= {"sampler_gap_sum": (theta.detach() - behav).abs().where(fresh, 0).double().sum(), "fresh_tokens_sum": fresh.double().sum()}

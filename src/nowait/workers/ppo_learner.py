@@ -113,9 +113,8 @@ class PPOLearner(HFLearner):
         states, a = self._states(self.model, part), self.algorithm
         loss, stats = self._policy_loss(part, columns, states, denominator)
         values, _ = self._values(part, states if self._backbone is self.model else self._states(self._backbone, part))
-        with self._naming_step():
-            mask = on(values.device, part.mask)
-            error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
+        mask = on(values.device, part.mask)
+        error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
         return loss + a.value_coef * error, stats | more
 
     def _values(self, batch: Batch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
