@@ -5,7 +5,6 @@ Shape legend: S sequences of a batch, T longest response, W longest prompt and r
 
 from __future__ import annotations
 
-import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -197,13 +196,6 @@ class HFLearner:
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face checkpoint, adapters merged into their layers."""
         self.model.save_pretrained(folder, state_dict=self._tensors(self.model))
-
-    def digest(self) -> str:
-        """SHA-256 of the trained weights, to compare runs bit for bit."""
-        h = hashlib.sha256()
-        for parameter in self._parameters:
-            h.update(self._array(parameter).tobytes())
-        return h.hexdigest()
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """All weights of a trained module, as a file is to have them."""
