@@ -303,7 +303,7 @@ def test_a_score_that_is_not_a_number_raises(tiny, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(save_reward(tmp_path))
     model.score.weight.data[0, 0] = torch.nan
     worker = StreamedReward(model.eval(), slots=2, capacity=CAPACITY, n=N)
-    with pytest.raises(FloatingPointError, match="request 0: the reward model gave nan"):
+    with pytest.raises(FloatingPointError, match="request 0: the reward model's score is not finite"):
         read(worker, prompts(1))
 
 

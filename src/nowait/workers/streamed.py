@@ -22,6 +22,7 @@ from nowait.workers.kv_cache import SlotCache, needs_more
 from nowait.workers.models import hidden_states, load_policy, loading, model_folder, on
 
 log = logging.getLogger(__name__)
+SCORE = "the reward model's score is not finite; see reward.path, model.dtype"
 LOGIT_TOKENS = 512  # tokens whose vocabulary logits exist at once
 
 
@@ -148,7 +149,7 @@ class StreamedReward(Streamed):
         """n scores per complete request, in the order of ids; forgets them."""
         scores = self.model.score(self._newest[on(self.model.device, self._complete(ids))])
         self.drop(ids)
-        return _by_request(scores, ids, self.n)
+        return _by_request(scores.float()[:, 0].tolist(), ids, SCORE)
 
 
 class StreamedReference(Streamed):
@@ -163,11 +164,8 @@ class StreamedReference(Streamed):
         """For each complete request, n arrays float32 of the length of the response; forgets the requests."""
         slots = self._complete(ids)
         logp = [self._logp[slot, self._prompt[slot] : self._read[slot]].copy() for slot in slots]
-        for i, row in enumerate(logp):
-            if not np.isfinite(row).all():
-                raise FloatingPointError(f"request {ids[i // self.n]}: the reference's log-probs are not finite; see algorithm.kl_coef, model.path")
         self.drop(ids)
-        return [logp[i : i + self.n] for i in range(0, len(logp), self.n)]
+        return _by_request(logp, ids, "the reference's log-probs are not finite; see algorithm.kl_coef, model.path")
 
     def get_state(self) -> dict:
         rows = [self._logp[slot, : self._read[slot]] for slot in self._slots()]
@@ -195,29 +193,26 @@ class StreamedReference(Streamed):
         return logp.gather(-1, target[:, None])[:, 0]
 
 
-class WholeReward:
+class WholeReward(Rollouts):
     """Scores by any model with one label, once responses are complete: what cannot be streamed.
 
     `encode` gives the model's token ids for a prompt and a response (without the policy's EOS) in those of the policy.
     """
 
     def __init__(self, model: PreTrainedModel, encode: Callable[[np.ndarray, np.ndarray], list[int]], *, padding: int, n: int) -> None:
-        self.model, self.n = model.requires_grad_(False), n
-        self._encode, self._padding, self._held = encode, padding, Rollouts(n)
+        super().__init__(n)
+        self.model, self._encode, self._padding = model.requires_grad_(False), encode, padding
         self._reads_newest = _scores_newest(model)
-
-    def admit(self, requests: list[Request]) -> None:
-        self._held.admit(requests)
 
     def prefill(self, segments: Segments) -> int:
         """Keep the tokens; the model reads none of them yet."""
-        self._held.add(segments)
+        self.add(segments)
         return 0
 
     @torch.inference_mode()
     def finish(self, ids: list[int]) -> list[list[float]]:
         """n scores per complete request, in the order of ids; forgets them."""
-        batch = self._held.take(ids, 0)
+        batch = self.take(ids, 0)
         columns = zip(batch.prompt, batch.prompt_length, batch.token, batch.length, strict=True)
         texts = [np.array(self._encode(prompt[:p], token[:length]), np.int64) for prompt, p, token, length in columns]
         longest, most = max(map(len, texts)), getattr(self.model.config, "max_position_embeddings", None)
@@ -226,16 +221,7 @@ class WholeReward:
         scores = torch.empty(len(texts), 1)
         for rows in length_groups([len(text) for text in texts]):
             scores[rows] = self._score([texts[i] for i in rows]).float().cpu()
-        return _by_request(scores, ids, self.n)
-
-    def drop(self, ids: list[int]) -> None:
-        self._held.drop(ids)
-
-    def get_state(self) -> dict:
-        return self._held.get_state()
-
-    def set_state(self, state: dict) -> None:
-        self._held.set_state(state)
+        return _by_request(scores[:, 0].tolist(), ids, SCORE)
 
     def _score(self, texts: list[np.ndarray]) -> torch.Tensor:
         """Scores [R, 1]. A head on one token reads the last one by the length: by the padding token, an EOS that is also padding would be missed."""
@@ -322,10 +308,10 @@ def _close(one: torch.Tensor, two: torch.Tensor, tolerance: float = 0.0) -> bool
     return bool((one - two).abs().max() <= max(tolerance, 1e-4) * one.abs().max())
 
 
-def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float]]:
-    """Scores [len(ids) * n, 1] as n numbers per request; what is not finite raises."""
-    values = scores.float()[:, 0].tolist()
+def _by_request(values: list, ids: list[int], trouble: str) -> list[list]:
+    """The values of all samples, numbers or arrays, as a list for each request; what is not finite raises."""
+    n = len(values) // max(1, len(ids))
     for i, value in enumerate(values):
-        if not np.isfinite(value):
-            raise FloatingPointError(f"request {ids[i // n]}: the reward model gave {value}; see reward.path, model.dtype")
+        if not np.isfinite(value).all():
+            raise FloatingPointError(f"request {ids[i // n]}: {trouble}")
     return [values[i * n : (i + 1) * n] for i in range(len(ids))]
