@@ -57,6 +57,13 @@ def test_messages_for_a_tokenizer_without_a_chat_template_are_an_error_with_a_re
         load_tokenizer(tiny)[0]([{"role": "user", "content": "1"}])
 
 
+def test_a_policy_without_some_of_its_weights_is_refused(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path, state_dict={name: w for name, w in model.state_dict().items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match="model.path: .* lacks 1 trained weights, first model.norm.weight: take a complete checkpoint"):
+        load_policy(str(tmp_path))
+
+
 @pytest.mark.parametrize("load_it", [load_policy, load_tokenizer])
 def test_a_hub_that_cannot_be_reached_is_an_error_with_a_remedy(load_it, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -401,7 +401,7 @@ def test_a_whole_scorer_without_any_padding_token_is_refused(tiny, tmp_path):
 
 def test_a_model_without_a_trained_head_and_a_folder_without_a_model_are_refused(tmp_path):
     policy = save_model(tmp_path / "policy", num_labels=1)
-    with pytest.raises(ValueError, match=r"reward.path: .* has no trained score.weight"):
+    with pytest.raises(ValueError, match=r"reward.path: .* lacks 1 trained weights, first score.weight"):
         load(policy, policy)
     with pytest.raises(ValueError, match="reward.path: cannot load .*nothing"):
         load(str(tmp_path / "nothing"), policy)

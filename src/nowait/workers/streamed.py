@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from nowait.batch import RUNNING, Request, Rollouts, Segments, length_groups, pack_requests, pad, unpack_requests
 from nowait.workers.kv_cache import SlotCache, needs_more
-from nowait.workers.models import hidden_states, load_policy, loading, model_folder, on
+from nowait.workers.models import hidden_states, load_model, load_policy, loading, model_folder, on
 
 log = logging.getLogger(__name__)
 SCORE = "the reward model's score is not finite; see reward.path, model.dtype"
@@ -241,7 +240,9 @@ def load_reward(
     Raises ValueError for a model that cannot be loaded, has several labels or no trained head, or lacks the padding token that it needs.
     """
     torch.set_num_threads(threads)
-    model = _load_scorer(path, dtype).to(device)
+    model = load_model(AutoModelForSequenceClassification, "reward.path", path, dtype).to(device)
+    if model.config.num_labels != 1:
+        raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
     with loading("reward.path", path):
         own, of_policy = (AutoTokenizer.from_pretrained(model_folder(folder)) for folder in (path, policy))
     vocabulary = own.get_vocab()
@@ -261,18 +262,6 @@ def load_reward(
     return WholeReward(model, encode, padding=padding, n=n)
 
 
-def _load_scorer(path: str, dtype: str) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    with loading("reward.path", path):
-        load = AutoModelForSequenceClassification.from_pretrained
-        model, found = load(model_folder(path), dtype=getattr(torch, dtype), output_loading_info=True)
-    if model.config.num_labels != 1:
-        raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"reward.path: {path!r} has no trained {', '.join(missing)}; take a trained reward model")
-    return model.eval()
-
-
 @torch.inference_mode()
 def _obstacle(model: PreTrainedModel, capacity: int) -> str | None:
     """Why a model with the policy's vocabulary cannot be streamed, or None if it can: tried out on one sequence."""
@@ -285,9 +274,8 @@ def _obstacle(model: PreTrainedModel, capacity: int) -> str | None:
         return "its attention looks ahead"
     if not _scores_newest(model):
         return "its score is not one linear head at the newest token"
-    if reason := needs_more(model.config, capacity):
-        return f"streaming needs {reason}"
-    return None
+    reason = needs_more(model.config, capacity)
+    return f"streaming needs {reason}" if reason else None
 
 
 @torch.inference_mode()
