@@ -160,9 +160,9 @@ class HFLearner:
             self.kl_coef = adapted_kl_coef(self.kl_coef, step.divergence["kl"], target=a.kl_target, horizon=a.kl_horizon, responses=responses)
         sums = merge_stats(step.stats)
         stats = finish_stats(sums)
-        for name in ("entropy", *(f"prox_abs_error/{a}" for a in ("loglinear", "linear", "behave", "reuse"))):
-            if f"{name}_sum" in sums:
-                stats[name] = float(sums[f"{name}_sum"]) / stats["tokens"] if stats["tokens"] else float("nan")
+        for name, total in sums.items():
+            if name.startswith(("entropy", "prox_abs_error/")):
+                stats[name.removesuffix("_sum")] = float(total) / stats["tokens"] if stats["tokens"] else float("nan")
         if sums.get("fresh_tokens_sum", 0):
             stats["sampler_gap"] = float(sums["sampler_gap_sum"] / sums["fresh_tokens_sum"])
         return stats | step.divergence | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
