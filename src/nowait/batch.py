@@ -154,12 +154,11 @@ def _columns(sequences: list[_Sequence]) -> dict[str, np.ndarray]:
     """What sequences hold, one after the other, and the length of each."""
     parts = [part for s in sequences for part in s.parts]
     lengths = np.array([len(token) for token, _, _ in parts], np.int64)
-    owner = np.repeat(np.arange(len(sequences)), [len(s.parts) for s in sequences])
     return {
         "token": np.concatenate([np.empty(0, np.int32), *(token for token, _, _ in parts)]),
         "logp": np.concatenate([np.empty(0, np.float32), *(logp for _, logp, _ in parts)]),
         "version": np.repeat(np.array([version for _, _, version in parts], np.int32), lengths),
-        "length": np.bincount(owner, lengths, len(sequences)).astype(np.int64),
+        "length": np.array([sum(len(token) for token, _, _ in s.parts) for s in sequences], np.int64),
         "finish": np.array([s.finish for s in sequences], np.uint8),
     }
 
