@@ -385,7 +385,7 @@ def test_a_text_longer_than_the_model_reads_is_refused(tiny, tmp_path):
 def test_only_models_with_one_label_are_rewards(tiny, tmp_path, options, message):
     folder = save_reward(tmp_path, **options)
     if message is None:
-        assert load(folder, tiny)
+        assert isinstance(load(folder, tiny), WholeReward)
     else:
         with pytest.raises(ValueError, match=message):
             load(folder, tiny)
