@@ -98,7 +98,6 @@ class HFLearner:
         return self.finish()
 
     def prepare(self, batch: Batch, logp_prox: np.ndarray | None = None) -> int:
-        """Data-parallel form of `update`: prepare, then gradient and apply for each of the returned number of minibatches, then finish."""
         if batch.step != self.version:
             raise ValueError(f"the batch is for step {batch.step}, the learner has finished {self.version}")
         with self._naming_step():

@@ -49,13 +49,11 @@ class Queue:
         return len(self._running) + len(self._waiting)
 
     def admit(self, requests: list[Request]) -> None:
-        """Queue requests; they start as soon as slots are free, in order."""
         for request in requests:
             request.check_fits(self._capacity)
             self._waiting.extend(Sequence(request, sample, []) for sample in range(request.n))
 
     def drop(self, ids: list[int]) -> None:
-        """Forget requests, running or waiting."""
         self._waiting = deque(s for s in self._waiting if s.request.id not in ids)
 
     def get_state(self) -> dict:
@@ -114,14 +112,12 @@ class HFSampler(Queue):
         self._length, self._limit = np.zeros((2, slots), np.int64)  # of history: now, and at most
 
     def load(self, weights: Weights) -> int:
-        """Use these weights from now on; the sequences in flight are prefilled again. Returns how many tokens that will be."""
         load_weights(self.model, weights)
         self._version, self._cached = weights.version, 0
         return int(self._length[: len(self._running)].sum())
 
     @torch.inference_mode()
     def decode(self, max_tokens: int) -> Segments:
-        """Advance every active sequence by up to max_tokens; waiting ones take the slots of finished ones at the start of a round."""
         self._start_waiting()
         prefilled = self._prefill()
         uniforms = self._uniforms(max_tokens)
