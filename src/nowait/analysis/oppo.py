@@ -54,9 +54,8 @@ def per_run(results: dict[str, list]) -> pd.DataFrame:
         steps, target = _steps(run), targets[head["seed"]]
         found = {name: steps[column].mean() if column in steps else 0.0 for name, column in means.items()}
         found |= {"last_reward": steps["rollout/reward_mean"].tail(SMOOTHED).mean(), "target": target}
-        reached = steps[_smooth(steps) >= target].head(1)
-        when = {name: reached[column].iloc[0] if len(reached) else np.nan for name, column in (("step", "step"), ("seconds", "time/elapsed"))}
-        rows.append({**head, **found, **{f"target_{name}": value for name, value in when.items()}})
+        reached = steps[_smooth(steps) >= target]  # the first of them is when; no step, NaN
+        rows.append({**head, **found, "target_step": reached["step"].min(), "target_seconds": reached["time/elapsed"].min()})
     return rounded(pd.DataFrame(rows))
 
 
