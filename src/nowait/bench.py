@@ -8,6 +8,7 @@ import itertools
 import statistics
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -291,15 +292,10 @@ def _interpolation(behav: np.ndarray, theta: np.ndarray, version: np.ndarray) ->
     return _seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))))
 
 
-def _seconds(call, repeats: int = 5) -> float:
-    """Median seconds of a call after a first one."""
+def _seconds(call: Callable[[], Any]) -> float:
+    """Median seconds of five calls after a first one."""
     call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(call, number=1, repeat=5))
 
 
 def say(text: str) -> None:
