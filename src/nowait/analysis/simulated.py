@@ -4,8 +4,8 @@ Published: by entry id, with data sheets alone and calibrated, fitted or predict
 method of a bench, the other methods' seconds per step predicted.
 """
 
-import functools
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 import pandas as pd
@@ -107,24 +107,22 @@ def _fitted(entry: str) -> bool:
 
 def _numbers(paper: str, steps: int, key: str = "", factor: float = 1.0, calibration: Calibration | None = None) -> dict[str, float]:
     """{entry id: simulated value}; with one assumption changed by a factor, and for OPPO calibrated anew."""
+    if key and paper == "oppo":
+        calibration = fit(f"oppo/{FITTED_TASK}", _changed(f"oppo/{FITTED_TASK}", key, factor))
+    overrides = [f"calibration.{name}={value}" for name, value in calibration] if calibration else []
     found: dict[str, float] = {}
     for setup in SETUPS[paper]:
         config = f"{paper}/{setup}"
-        used = calibration or (_fit(f"oppo/{FITTED_TASK}", key, factor) if key and paper == "oppo" else None)
-        overrides = [f"calibration.{name}={value}" for name, value in used.model_dump().items()] if used else []
         methods = compare(config, [*_changed(config, key, factor), *overrides], steps)
         found |= _a3po(setup, methods) if paper == "a3po" else _oppo(setup, methods)
     return found
 
 
-@functools.cache
-def _fit(config: str, key: str, factor: float) -> Calibration:
-    return fit(config, _changed(config, key, factor))
-
-
 def _changed(config: str, key: str, factor: float) -> list[str]:
-    value = functools.reduce(getattr, key.split("."), assumptions(config)) if key else None
-    return [f"{key}={type(value)(value * factor)}"] if key else []
+    if not key:
+        return []
+    value = attrgetter(key)(assumptions(config))
+    return [f"{key}={type(value)(value * factor)}"]
 
 
 def _a3po(setup: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -185,12 +183,10 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
     calibrated = assumed.model_copy(update={"calibration": Calibration(**factors)})
     rows = []
     for method, experiment in experiments.items():
-        found = _summary(experiment, calibrated, steps)["seconds_per_step"]
-        step = seconds[method]["step"]
+        found, step = _summary(experiment, calibrated, steps)["seconds_per_step"], seconds[method]["step"]
         error, role = found / step - 1, "fitted" if method == name else "predicted"
-        rows.append(
-            (tables.setup(experiment.name), method, step, found, role, error, f"within {100 * MARGIN:.0f} %" if abs(error) <= MARGIN else "misses")
-        )
+        verdict = f"within {100 * MARGIN:.0f} %" if abs(error) <= MARGIN else "misses"
+        rows.append((tables.setup(experiment.name), method, step, found, role, error, verdict))
     return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error", "verdict"])
 
 
