@@ -22,7 +22,7 @@ WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
 STAGES = {"generate": "time/generate", "reward": "time/reward", "reference": "time/ref", "forward": "time/prox_forward", "update": "time/train"}
 SHARES = {"generation": ["generate"], "scoring": ["reward", "reference"], "training": ["forward", "update"]}
 TARGET_SHARE, SMOOTHED = 0.9, 10  # of the rise of the sequential run's reward, averaged over so many steps
-PUBLISHED = {"sequential": "trl", "intra": "intra", "inter": "inter", "both": "both"}  # names in the published tables
+TRL = {"trl": "sequential", "oppo": "both", "intra": "intra", "inter": "inter", "both": "both"}  # published name: method
 
 
 def calls(results: dict[str, list], steps: range) -> pd.DataFrame:
@@ -77,11 +77,10 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
     facts, rows = published.load("oppo")["tables"], []
     for (task, method), group in frame.groupby(["setup", "method"], sort=False):
         base = frame[(frame["setup"] == task) & (frame["method"] == "sequential")].set_index("seed")
-        own, minutes = group.set_index("seed"), facts["ablation_minutes"].get(task, {})
+        own, (minutes, busy) = group.set_index("seed"), (_by_method(facts[name], task) for name in ("ablation_minutes", "gpu_utilisation_pct"))
         row = {"setup": task, "method": method, "scale": own["scale"].iloc[0], "clock": own["clock"].iloc[0], "seeds": len(own)}
-        row["published_minutes"] = minutes.get(PUBLISHED.get(method), np.nan)
-        row["published_utilisation"] = facts["gpu_utilisation_pct"].get(task, {}).get({"sequential": "trl", "both": "oppo"}.get(method))
-        row["published_speedup"] = minutes.get("trl", np.nan) / row["published_minutes"]
+        row |= {"published_minutes": minutes.get(method, np.nan), "published_utilisation": busy.get(method)}
+        row["published_speedup"] = minutes.get("sequential", np.nan) / row["published_minutes"]
         row["published_main_speedup"] = facts["minutes_to_target"].get(task, {}).get("speedup") if method == "both" else np.nan
         ratios = {"speedup": base["seconds_per_step"] / own["seconds_per_step"], "target_speedup": base["target_seconds"] / own["target_seconds"]}
         ratios |= {f"{name}_gain": own[name] / base[name] for name in ("utilisation", "occupancy")}
@@ -91,6 +90,10 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
             row |= {name: ratio.mean(skipna=False), f"{name}_se": ratio.sem(skipna=False)}
         rows.append(row)
     return rounded(pd.DataFrame(rows))
+
+
+def _by_method(table: dict, task: str) -> dict[str, float]:
+    return {TRL[name]: value for name, value in table.get(task, {}).items() if name in TRL}
 
 
 def bench_rows(bench: dict) -> pd.DataFrame:

@@ -18,7 +18,6 @@ from nowait.workers.simulated import Lengths
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
 FITTED_TASK = "stackexchange_7b"  # of OPPO; its factor serves all tasks
-TRL = {"trl": "sequential", "oppo": "both", "intra": "intra", "inter": "inter", "both": "both"}  # published name: method
 LENGTHS = {  # assumptions that nothing published decides, and by how much they are changed: key, factor
     "responses 30 % shorter": ("lengths.median", 0.7),
     "responses 40 % longer": ("lengths.median", 1.4),
@@ -136,11 +135,11 @@ def _a3po(setup: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def _oppo(task: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
-    seconds = {name: methods[method]["seconds_per_step"] for name, method in TRL.items()}
+    seconds = {name: methods[method]["seconds_per_step"] for name, method in oppo.TRL.items()}
     if task == "two_nodes":
         named = {f"tables.two_nodes_seconds_per_step.{name}": seconds[name] for name in ("trl", "oppo")}
         return named | {"tables.two_nodes_seconds_per_step.speedup": seconds["trl"] / seconds["oppo"]}
-    busy = {name: 100 * methods[TRL[name]]["busy_frac"] for name in ("trl", "oppo")}
+    busy = {name: 100 * methods[oppo.TRL[name]]["busy_frac"] for name in ("trl", "oppo")}
     named = {f"tables.gpu_utilisation_pct.{task}.{name}": value for name, value in busy.items()}
     named |= {f"tables.gpu_utilisation_pct.{task}.gain": busy["oppo"] / busy["trl"]}
     named |= {f"tables.minutes_to_target.{task}.speedup": seconds["trl"] / seconds["oppo"]}
