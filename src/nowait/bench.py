@@ -245,22 +245,22 @@ def proximal_cost(experiment: Experiment, blocks: int = 5) -> dict:
     model, temperature = {"path": experiment.model.path, "dtype": experiment.model.dtype}, experiment.sampler.temperature
     learner = HFLearner(**model, learner=experiment.learner, algorithm=experiment.algorithm, temperature=temperature, seed=0)
     theta = learner.logp(batch)
-    pairs = [(_seconds(lambda: learner.logp(batch)), _interpolation(batch.logp_behav, theta, batch.version + 5)) for _ in range(blocks)]
+    pairs = [(median_seconds(lambda: learner.logp(batch)), interpolation_seconds(batch.logp_behav, theta, batch.version)) for _ in range(blocks)]
     recompute, interpolate = (statistics.median(p[i] for p in pairs) for i in (0, 1))
     ratios = [a / b for a, b in pairs]
     rng, shape = np.random.default_rng(0), (1024, 1024)
     large = [-rng.exponential(1.0, shape).astype(np.float32) for _ in range(2)]
     version = rng.integers(0, 9, shape).astype(np.int32)
-    seconds = statistics.median(_interpolation(*large, version) for _ in range(blocks))
+    between = statistics.median(interpolation_seconds(*large, version) for _ in range(blocks))
     source, target = torch.rand(COPIED // 4), torch.empty(COPIED // 4)
-    copy = statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(blocks))
+    copy = statistics.median(median_seconds(lambda: target.copy_(source)) for _ in range(blocks))
     moved = 16 * shape[0] * shape[1]
     small = {"recompute_s": recompute, "interpolate_s": interpolate, "ratio": statistics.median(ratios), "ratios": ratios}
     return {
         "config": experiment.name,
         "scale": experiment.scale,
         "cpu_model": small | {"tokens": int(batch.length.sum())},
-        "paper_tensors": {"interpolate_s": seconds, "bytes": moved, "gb_per_s": moved / seconds / 1e9, "copy_gb_per_s": 2 * COPIED / copy / 1e9},
+        "paper_tensors": {"interpolate_s": between, "bytes": moved, "gb_per_s": moved / between / 1e9, "copy_gb_per_s": 2 * COPIED / copy / 1e9},
         "blocks": blocks,
         "seeds": [0] * blocks,  # every block times the same batch
     }
@@ -281,21 +281,27 @@ def _one_batch(experiment: Experiment) -> Batch:
     return generate(HFSampler(**model, slots=sampling.slots, capacity=sum(lengths.values())), requests, sampling.chunk)
 
 
-def _interpolation(behav: np.ndarray, theta: np.ndarray, version: np.ndarray) -> float:
+def interpolation_seconds(behav: np.ndarray, theta: np.ndarray, version: np.ndarray, device: str = "cpu") -> float:
     """Seconds of the anchor as the loss computes it: staleness, alpha, interpolation."""
+    from nowait.algorithms.proximal import alpha, interpolate, staleness
+    from nowait.workers.models import on
+
+    a, b, v = (on(device, x) for x in (behav, theta, version))
+    newest = int(version.max())
+    return median_seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))), device)
+
+
+def median_seconds(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Median seconds of five calls after a first one."""
+    return statistics.median([seconds(call, device) for _ in range(6)][1:])
+
+
+def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Seconds of one call, until the device has done its work."""
     import torch
 
-    from nowait.algorithms.proximal import alpha, interpolate, staleness
-
-    a, b, v = (torch.from_numpy(x) for x in (behav, theta, version))
-    newest = int(version.max())
-    return _seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    """Median seconds of five calls after a first one."""
-    call()
-    return statistics.median(timeit.repeat(call, number=1, repeat=5))
+    wait = torch.get_device_module(device).synchronize
+    return timeit.timeit(lambda: (call(), wait()), wait, number=1)
 
 
 def say(text: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from nowait.batch import LENGTH, Batch, Request, Rollouts, Segments
-from nowait.bench import say, short_training
+from nowait.bench import interpolation_seconds, median_seconds, say, seconds, short_training
 
 METHODS = ("sync", "recompute", "loglinear")
 DTYPE = "bfloat16"
@@ -148,34 +148,12 @@ def _batch(sequences: int, prompt: int, response: int, vocabulary: int) -> Batch
     return rollouts.take(list(range(sequences)), 0)
 
 
-def _seconds(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call, until the device has done its work."""
-    import torch
-
-    wait = torch.get_device_module(device).synchronize
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
-
-
-def _median(call: Callable[[], object], device: str) -> float:
-    _seconds(call, device)  # warm-up
-    return statistics.median(_seconds(call, device) for _ in range(REPEATS))
-
-
 def _recompute(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
-    from nowait.algorithms.proximal import alpha, interpolate, staleness
-    from nowait.workers.models import on
-
     batch, found = _batch(sizes.forward, sizes.prompt, sizes.response, sizes.vocabulary), {}
     for name in ("small", "large"):
         learner = _learner(paths[name], sizes, device)
-        theta = on(device, learner.logp(batch))
-        recompute = _median(partial(learner.logp, batch), device)
-        behav, version = on(device, batch.logp_behav), on(device, batch.version)
-        between = _median(lambda: interpolate(behav, theta, alpha(staleness(4, version))), device)  # noqa: B023
+        recompute = median_seconds(partial(learner.logp, batch), device)
+        between = interpolation_seconds(batch.logp_behav, learner.logp(batch), batch.version, device)
         found[name] = {"recompute_s": recompute, "interpolate_s": between, "ratio": recompute / between, "tokens": int(batch.length.sum())}
         del learner
     return found
@@ -215,8 +193,8 @@ def _overlap(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
     with ThreadPoolExecutor(2) as threads:
         both()  # warm-up, also of the streams' memory
         for _ in range(REPEATS):
-            alone.append((_seconds(decode, device), _seconds(lambda: reward.prefill(made.pop(0)), device)))
-            together.append(_seconds(both, device))
+            alone.append((seconds(decode, device), seconds(lambda: reward.prefill(made.pop(0)), device)))
+            together.append(seconds(both, device))
     gains, ideal = [sum(a) / t for a, t in zip(alone, together, strict=True)], [sum(a) / max(a) for a in alone]
     decoding, reading = (statistics.median(column) for column in zip(*alone, strict=True))
     times = {"decode_s": decoding, "prefill_s": reading, "both_s": statistics.median(together)}
@@ -239,9 +217,9 @@ def _memory(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
         logp, _ = learner._logp(batch, states)
         logp.sum().backward()
 
-    seconds = _seconds(run, device)
+    elapsed = seconds(run, device)
     peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
-    return {"logits_bytes": 4 * sequences * tokens * sizes.vocabulary, "peak_bytes": peak, "seconds": seconds}
+    return {"logits_bytes": 4 * sequences * tokens * sizes.vocabulary, "peak_bytes": peak, "seconds": elapsed}
 
 
 EXPERIMENT = """
@@ -260,10 +238,10 @@ def _steps(clock: str, sizes: Sizes, paths: dict[str, str], device: str) -> dict
 
     file, gpus = Path(paths["small"]) / "bench.yaml", "{a: [0], b: [0]}" if device == "cuda" else "{}"
     file.write_text(EXPERIMENT.format(x=sizes, path=paths["small"], batch=sizes.sequences // 4, gpus=gpus))
-    seconds, skipped = {}, 3  # the limit of staleness, and two
+    times, skipped = {}, 3  # the limit of staleness, and two
     for method in METHODS:
         rows, _ = short_training(load(file, method=method), clock, skipped + sizes.steps, 0)
-        seconds[method] = statistics.median(row["time/step"] for row in rows[skipped:])
-        say(f"{method}: {seconds[method]:.3f} s per step")
-    ours = seconds["loglinear"]
-    return {"seconds": seconds, "speedup_over_sync": seconds["sync"] / ours, "speedup_over_recompute": seconds["recompute"] / ours, "clock": clock}
+        times[method] = statistics.median(row["time/step"] for row in rows[skipped:])
+        say(f"{method}: {times[method]:.3f} s per step")
+    gains = {f"speedup_over_{method}": times[method] / times["loglinear"] for method in METHODS[:-1]}
+    return {"seconds": times, **gains, "clock": clock}
