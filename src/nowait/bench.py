@@ -7,10 +7,10 @@ over blocks of ratios inside a block. `seeds` are those of the blocks.
 import itertools
 import statistics
 import sys
-import time
 import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,7 @@ def sampler(blocks: int = 3) -> dict:
     ours(cases["ratio_single_batch"]), theirs(cases["ratio_single_batch"])  # warm-up
     for block in range(blocks):
         for name, lengths in cases.items():
-            rates[name].append((lengths.sum() / ours(lengths), lengths.sum() / theirs(lengths)))
+            rates[name].append(tuple(lengths.sum() / seconds(partial(sample, lengths)) for sample in (ours, theirs)))
             say(f"block {block + 1} of {blocks}, {name}: {rates[name][-1][0]:.0f} against {rates[name][-1][1]:.0f} tokens/s")
     ratios = {name: statistics.median(a / b for a, b in pairs) for name, pairs in rates.items()}
     useful, generate = (statistics.median(pair[i] for pair in rates["ratio"]) for i in (0, 1))
@@ -194,33 +194,27 @@ def sampler(blocks: int = 3) -> dict:
 
 
 def _samplers():
-    """Two functions from response lengths to seconds: the built-in sampler, and generate in batches of 128."""
+    """Two functions that sample responses of given lengths: the built-in sampler, and generate in batches of 128."""
     import torch
     from transformers import GenerationConfig
 
     from nowait.workers.models import load_policy
-    from nowait.workers.sampler import HFSampler
+    from nowait.workers.sampler import HFSampler, generate
 
     worker, model = HFSampler("asset:policy_small", slots=128, capacity=256), load_policy("asset:policy_small")
     worker.eos, model.generation_config.eos_token_id = np.array([], int), None
     prompts = np.random.default_rng(1).integers(0, 10, (512, 12)).astype(np.int32)
 
-    def ours(lengths: np.ndarray) -> float:
-        start, left = time.perf_counter(), len(lengths)
-        worker.admit([Request(i, prompts[i], 1, int(length)) for i, length in enumerate(lengths)])
-        while left:
-            left -= int((worker.decode(8).finish > 0).sum())
-        return time.perf_counter() - start
+    def ours(lengths: np.ndarray) -> None:
+        generate(worker, [Request(i, prompts[i], 1, int(length)) for i, length in enumerate(lengths)])
 
-    def theirs(lengths: np.ndarray) -> float:
-        start = time.perf_counter()
+    def theirs(lengths: np.ndarray) -> None:
         for i in range(0, len(lengths), 128):
-            longest = int(lengths[i : i + 128].max())
-            plan = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
-            ids = torch.from_numpy(prompts[i : i + len(lengths[i : i + 128])]).long()
+            batch = lengths[i : i + 128]
+            plan = GenerationConfig(max_new_tokens=int(batch.max()), do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+            ids = torch.from_numpy(prompts[i : i + len(batch)]).long()
             with torch.inference_mode():
                 model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plan)
-        return time.perf_counter() - start
 
     return ours, theirs
 

@@ -118,16 +118,14 @@ def _models(sizes: Sizes, folder: Path, device: str) -> dict[str, str]:
     tokenizer = character_tokenizer()
     ids = {"vocab_size": sizes.vocabulary, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    for name, shape, kind in (
-        ("small", sizes.small, AutoModelForCausalLM),
-        ("large", sizes.large, AutoModelForCausalLM),
-        ("reward", sizes.large | {"num_labels": 1}, AutoModelForSequenceClassification),
-    ):
+    policies = {"small": (AutoModelForCausalLM, sizes.small), "large": (AutoModelForCausalLM, sizes.large)}
+    models = policies | {"reward": (AutoModelForSequenceClassification, sizes.large | {"num_labels": 1})}
+    for name, (kind, shape) in models.items():
         with torch.device(device):
             model = kind.from_config(Qwen2Config(**shape, **ids), dtype=torch.bfloat16)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    return {name: str(folder / name) for name in ("small", "large", "reward")}
+    return {name: str(folder / name) for name in models}
 
 
 def _learner(path: str, sizes: Sizes, device: str):

@@ -75,9 +75,10 @@ def _target(run) -> float:
 def speedups(frame: pd.DataFrame) -> pd.DataFrame:
     """From `per_run`: each method against the sequential run of the same seed, means and standard errors over seeds, published values beside."""
     facts, rows = published.load("oppo")["tables"], []
-    for (task, method), group in frame.groupby(["setup", "method"], sort=False):
-        base = frame[(frame["setup"] == task) & (frame["method"] == "sequential")].set_index("seed")
-        own, (minutes, busy) = group.set_index("seed"), (_by_method(facts[name], task) for name in ("ablation_minutes", "gpu_utilisation_pct"))
+    groups = {key: group.set_index("seed") for key, group in frame.groupby(["setup", "method"], sort=False)}
+    for (task, method), own in groups.items():
+        base = groups[task, "sequential"]
+        minutes, busy = (_by_method(facts[name], task) for name in ("ablation_minutes", "gpu_utilisation_pct"))
         row = {"setup": task, "method": method, "scale": own["scale"].iloc[0], "clock": own["clock"].iloc[0], "seeds": len(own)}
         row |= {"published_minutes": minutes.get(method, np.nan), "published_utilisation": busy.get(method)}
         row["published_speedup"] = minutes.get("sequential", np.nan) / row["published_minutes"]
