@@ -9,6 +9,7 @@ import pandas as pd
 from nowait import published
 from nowait.analysis.statistics import decided, standard_error
 from nowait.analysis.tables import each, head_of, quality_rows, rounded, setup
+from nowait.bench import added
 from nowait.schedules.overcommit import OvercommitController
 
 WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
@@ -151,8 +152,7 @@ def deferral_shares(results: dict[str, list]) -> pd.DataFrame:
 
 def counted_deferrals(metrics: pd.DataFrame) -> pd.DataFrame:
     """Of the metrics of some training steps: share of the trained requests by number of deferrals, and the mean Δ / B."""
-    counts = metrics["overlap/deferrals"].tolist()
-    total = np.sum([np.pad(c, (0, max(map(len, counts)) - len(c))) for c in counts], 0)
+    total = np.array(added(metrics["overlap/deferrals"]))
     frame = pd.DataFrame({"deferrals": range(len(total)), "share": total / total.sum(), "requests": total.sum()})
     return rounded(frame.assign(delta_over_b=metrics["overlap/delta_over_b"].mean()))
 

@@ -80,11 +80,9 @@ def shares_beside(frame: pd.DataFrame) -> pd.DataFrame:
 
 def metrics(config: str, variants: dict[str, list[str]], steps: int) -> pd.DataFrame:
     """Metrics of every training step of OPPO simulated at the paper's scale with the overrides of each variant, under its name as `method`."""
-    parts = []
-    for name, overrides in variants.items():
-        rows = simulate(*load(config, "both", overrides), steps).rows
-        parts.append(pd.DataFrame(rows).assign(setup=tables.setup(config), method=name, step=range(1, steps + 1)))
-    return pd.concat(parts, ignore_index=True)
+    found = {name: pd.DataFrame(simulate(*load(config, "both", overrides), steps).rows) for name, overrides in variants.items()}
+    head = {"setup": tables.setup(config), "step": range(1, steps + 1)}
+    return pd.concat([rows.assign(method=name, **head) for name, rows in found.items()], ignore_index=True)
 
 
 def saving(frame: pd.DataFrame) -> pd.DataFrame:
