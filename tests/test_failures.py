@@ -268,9 +268,9 @@ def test_a_run_is_not_resumed_over_a_hole_in_its_records(stopped, name):
 
 def test_checkpoints_that_cannot_be_read_are_named_with_run_and_step(stopped):
     x, folder = stopped
-    for file in folder.glob("checkpoint/*/state.json"):
+    for file in folder.glob("checkpoint/*.npz"):
         file.write_text("{")
-    with pytest.raises(RunFailed, match="run tiny .sync. stopped after step 3: .*step-000002 cannot be read .*delete them all to start"):
+    with pytest.raises(RunFailed, match="run tiny .sync. stopped after step 3: .*step-000002.npz cannot be read .*delete them all to start"):
         run(x, folder)
 
 

@@ -100,7 +100,7 @@ def test_a_run_keeps_its_two_newest_checkpoints_until_it_is_finished(tiny, tmp_p
     x, kept, save = experiment(tiny, "sync", "schedule.steps=5", "schedule.checkpoint_every=1"), [], checkpoint.save
 
     def noted(folder, step, state):
-        kept.append(sorted(path.name for path in folder.glob("step-*")))
+        kept.append(sorted(path.stem for path in folder.glob("step-*.npz")))
         return save(folder, step, state)
 
     monkeypatch.setattr(checkpoint, "save", noted)
