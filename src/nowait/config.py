@@ -187,6 +187,10 @@ class Experiment(Model):
     evaluation: EvaluationConfig = EvaluationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    def hosts(self, role: str) -> list[str]:
+        """The devices that have a worker of this role."""
+        return [device for device, hosted in self.runtime.placement.items() if role in hosted]
+
     def ranks(self, device: str) -> int:
         """Processes of a device."""
         return max([1, *(getattr(self, role).ranks for role in ("sampler", "learner") if role in self.runtime.placement[device])])

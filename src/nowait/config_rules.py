@@ -87,7 +87,7 @@ def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     rules = [(x.sampler.slots % ranks["sampler"] > 0, "sampler.slots", slots, f"choose a multiple of {ranks['sampler']}")]
     for role, count in ranks.items():
         key = f"{role}.ranks"
-        gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if role in hosted and device in x.runtime.gpus]
+        gpus = [len(x.runtime.gpus[device]) for device in x.hosts(role) if device in x.runtime.gpus]
         colocated = f"colocated training has a {role} on each of its two devices"
         rules += [
             (count > 1 and executor == "inline", key, f"{count} ranks need a process each", "set runtime.executor=process or ray, or 1 rank"),
