@@ -50,6 +50,7 @@ def conflicts(x: Experiment) -> list[Problem]:
     gpus_of, devices = x.runtime.gpus, " or ".join(x.runtime.placement)
     strangers = [name for name in gpus_of if name not in x.runtime.placement]
     listed = all(gpus and len(set(gpus)) == len(gpus) for gpus in gpus_of.values())
+    several = "learner.minibatches" if minibatches > 1 else "learner.epochs"
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
         (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
@@ -62,8 +63,7 @@ def conflicts(x: Experiment) -> list[Problem]:
         (alone, "schedule.group_size", "the group-relative reward of a single sample is always 0", "choose at least 2"),
         (group > slots, "schedule.group_size", f"{group} samples of a request exceed a sampler's {slots} slots", "lower it or raise sampler.slots"),
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
-        (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
-        (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (reuse and updates > 1, several, f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
         (not beta and x.algorithm.kl_target is not None, "algorithm.kl_target", "an adaptive beta of 0 stays 0", "set kl_coef, or null"),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
         (bool(strangers), "runtime.gpus", f"{', '.join(strangers)} is not among the devices of runtime.placement", f"name {devices}"),

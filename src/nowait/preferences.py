@@ -237,16 +237,12 @@ def _packed(found: list[Pair], batch_tokens: int) -> Iterator[Batch]:
     tokenizer = character_tokenizer()
     rows = [[np.array(row) for row in tokenizer([p.prompt + p.better, p.prompt + p.worse])["input_ids"]] for p in found]
     for chosen in packed([max(map(len, two)) for two in rows], batch_tokens // 2):  # the two halves of a pair
-        yield _tensors([found[i] for i in chosen], [rows[i] for i in chosen], tokenizer.pad_token_id)
-
-
-def _tensors(found: list[Pair], rows: list[list[np.ndarray]], fill: int) -> Batch:
-    flat = [two[half] for half in (0, 1) for two in rows]
-    texts = [(p.prompt, p.better) for p in found] + [(p.prompt, p.worse) for p in found]
-    labels = [(i, len(prompt) + t, right) for i, (prompt, text) in enumerate(texts) for t, right in step_labels(prompt, text)]
-    row, column, right = zip(*labels, strict=True)
-    token, length = torch.from_numpy(pad(flat, fill, np.int64)), torch.tensor([len(row) for row in flat])
-    return Batch(found, token, length, torch.tensor([row, column]), torch.tensor(right, dtype=torch.float32))
+        several, flat = [found[i] for i in chosen], [rows[i][half] for half in (0, 1) for i in chosen]
+        texts = [(p.prompt, p.better) for p in several] + [(p.prompt, p.worse) for p in several]
+        labels = [(i, len(prompt) + t, right) for i, (prompt, text) in enumerate(texts) for t, right in step_labels(prompt, text)]
+        row, column, right = zip(*labels, strict=True)
+        token, length = torch.from_numpy(pad(flat, tokenizer.pad_token_id, np.int64)), torch.tensor([len(row) for row in flat])
+        yield Batch(several, token, length, torch.tensor([row, column]), torch.tensor(right, dtype=torch.float32))
 
 
 @torch.no_grad()
