@@ -136,13 +136,13 @@ def pairs(recipe: RewardRecipe, split: Split, first: int, count: int) -> list[Pa
     return found + list(sampled_pairs(task, recipe.samples_of, split, sampled, rng))
 
 
-def train_reward(recipe: RewardRecipe, out: Path, progress: bool = True) -> dict:
+def train_reward(recipe: RewardRecipe, out: Path) -> dict:
     """Train on preferences; writes model, tokenizer and manifest (with the accuracy on held-out pairs) to `out` and returns the manifest."""
     start = time.process_time()
     with reproducible(recipe.seed):
         model = grow(Qwen2ForCausalLM.from_pretrained(assets.path(recipe.start)), recipe)
         model.steps = torch.nn.Linear(recipe.hidden_size, 1)  # marks wrong steps while the model learns, and is then thrown away
-        fit(model, recipe, _batches(recipe), partial(preference_loss, model), progress)
+        fit(model, recipe, _batches(recipe), partial(preference_loss, model))
         del model.steps
         seconds = time.process_time() - start
         results = accuracy(model, pairs(recipe, "eval", 0, recipe.eval_prompts))
@@ -223,11 +223,10 @@ def _scores(model: Qwen2ForSequenceClassification, batch: Batch) -> tuple[torch.
 
 
 def _batches(recipe: RewardRecipe) -> Iterator[Batch]:
-    """Endless batches of pairs of similar length."""
+    """Batches of pairs of similar length."""
     rng = np.random.default_rng([recipe.seed, 2])
     for first in range(0, recipe.task.size("train") - POOL, POOL):
-        found = pairs(recipe, "train", first, POOL)
-        batches = list(_packed(found, recipe.batch_tokens))
+        batches = list(_packed(pairs(recipe, "train", first, POOL), recipe.batch_tokens))
         for i in rng.permutation(len(batches)):
             yield batches[i]
 
