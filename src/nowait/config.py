@@ -252,11 +252,7 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
 
 
 def load(
-    path: str | Path,
-    scale: str | None = None,
-    overrides: Iterable[str] | None = None,
-    method: str | None = None,
-    variant: str | None = None,
+    path: str | Path, scale: str | None = None, overrides: Iterable[str] | None = None, method: str | None = None, variant: str | None = None
 ) -> Experiment:
     """The experiment of a YAML file or shipped config (`a3po/setup1`), resolved: base <- variant <- scale <- METHODS[method] <- overrides.
 
