@@ -251,7 +251,4 @@ def load_tokenizer(path: str):
             raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids)
-
-    return encode, decode, tokenizer
+    return encode, tokenizer.decode, tokenizer
