@@ -85,6 +85,7 @@ def test_killed_at_any_moment_a_run_loses_no_record_and_ends_as_if_nothing_had_h
     for killed in sorted(tmp_path.glob("*-killed")):
         result = runs.run(x, 0, tmp_path / killed.name.removesuffix("-killed"), use_wandb=False)  # found again
         assert result.finished and result.metrics.equals(whole.metrics) and result.evaluations.equals(whole.evaluations), killed
+        assert result.timeline.spans == whole.timeline.spans, killed
         assert (result.path / "policy" / "model.safetensors").read_bytes() == weights and not (result.path / "checkpoint").exists()
         before, after = (path / "metrics.jsonl" for path in (killed, result.path))
         assert not before.exists() or after.read_bytes().startswith(before.read_bytes())

