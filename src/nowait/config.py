@@ -289,6 +289,7 @@ REMEDIES = {  # by pydantic's error type, where its own message is not one
     "int_type": "write a whole number, without quotes",
     "string_type": "write text, in quotes if it looks like a number",
     "string_pattern_mismatch": "write module:function for your own",
+    "tuple_type": "write a list",
     "dict_type": "write `key: value` lines",
     "model_type": "write `key: value` lines",
 }
@@ -320,8 +321,9 @@ def _suggest(key: str) -> str:
     """The key that was probably meant: of the same section, else of the same name elsewhere."""
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
-    siblings = list(dict.fromkeys(known.removeprefix(prefix).split(".")[0] for known in KEYS if known.startswith(prefix)))
-    if close := get_close_matches(name, siblings + ([] if section else ["scales", "variants"]), 1):
+    known_here = [known.removeprefix(prefix).split(".")[0] for known in KEYS if known.startswith(prefix)]
+    siblings = list(dict.fromkeys(known_here + ([] if section else ["scales", "variants"])))
+    if close := get_close_matches(name, siblings, 1):
         return f"did you mean {prefix}{close[0]}?"
     if close := get_close_matches(name, LEAVES, 1, cutoff=0.8):
         return f"did you mean {' or '.join(known for known in KEYS if known.rpartition('.')[2] == close[0])}?"
