@@ -11,6 +11,7 @@ import json
 import os
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
         unfinished.rename(final)
         _sync(folder)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
         raise cannot_write(f"the checkpoint of step {step}", folder, error) from error
     return final
 
