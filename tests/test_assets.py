@@ -23,7 +23,7 @@ SHORT = replace(assets.RECIPES["policy_small"], steps=20, eval_prompts=4)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("assets")
-    return root, {name: warm_start.warm_start(SHORT, root / name, progress=False) for name in ("one", "two")}
+    return root, {name: warm_start.warm_start(SHORT, root / name) for name in ("one", "two")}
 
 
 def test_building_twice_gives_identical_weights(built):
@@ -35,7 +35,7 @@ def test_building_leaves_the_callers_random_state_and_threads(tmp_path):
     torch.manual_seed(5)
     expected, threads = torch.rand(3), torch.get_num_threads()
     torch.manual_seed(5)
-    warm_start.warm_start(replace(SHORT, steps=1, eval_prompts=1), tmp_path, progress=False)
+    warm_start.warm_start(replace(SHORT, steps=1, eval_prompts=1), tmp_path)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
 
@@ -47,7 +47,7 @@ def test_training_lowers_the_loss_of_held_out_demonstrations(built, tmp_path):
         token = tokenizer(text, return_tensors="pt")["input_ids"]
         return model(input_ids=token, labels=token).loss.item()
 
-    warm_start.warm_start(replace(SHORT, steps=1, eval_prompts=1), tmp_path, progress=False)
+    warm_start.warm_start(replace(SHORT, steps=1, eval_prompts=1), tmp_path)
     assert loss(built[0] / "one") < loss(tmp_path) - 0.1
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_grew_still_predicts_like_its_policy():
 
 def test_building_a_reward_model_twice_gives_identical_weights_that_load_with_one_label(tmp_path, monkeypatch):
     monkeypatch.setattr(preferences, "POOL", 24)
-    manifests = [preferences.train_reward(QUICK, tmp_path / name, progress=False) for name in ("one", "two")]
+    manifests = [preferences.train_reward(QUICK, tmp_path / name) for name in ("one", "two")]
     assert manifests[0]["sha256"] == manifests[1]["sha256"]
     model, found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one", output_loading_info=True)
     assert model.config.num_labels == 1 and not found["missing_keys"] and not found["unexpected_keys"]

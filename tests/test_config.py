@@ -221,7 +221,7 @@ def test_any_number_survives_as_an_override(lr):
 
 def test_layers_do_not_share_state():
     block = {"task": {"options": {"operand_cap": 10}}}
-    layers = Layers(KEYS)
+    layers = Layers(LEAVES)
     layers.merge(block, "")
     layers.set("task.options.operand_cap", 3, "override")
     assert block == {"task": {"options": {"operand_cap": 10}}}
@@ -246,9 +246,9 @@ def test_colocated_method_places_both_workers_on_both_devices():
         ("learner.minibatches=2.0", "learner.minibatches: got 2.0", "whole number"),
         ("learner=3", "learner: got 3", "key: value"),
         ("algorithm.anchor=log", "algorithm.anchor: got 'log'", "'loglinear'"),
-        ("algorithm.clip_low=1.0", "algorithm.clip_low: got 1.0", "< 1"),
-        ("algorithm.dual_clip=1.0", "algorithm.dual_clip: got 1.0", "> 1"),
-        ("schedule.max_staleness=-1", "schedule.max_staleness: got -1", ">= 0"),
+        ("algorithm.clip_low=1.0", "algorithm.clip_low: got 1.0", "less than 1"),
+        ("algorithm.dual_clip=1.0", "algorithm.dual_clip: got 1.0", "greater than 1"),
+        ("schedule.max_staleness=-1", "schedule.max_staleness: got -1", "greater than or equal to 0"),
         ("schedule.group_size=1", "schedule.group_size: ", "at least 2"),
         ("schedule.group_size=256", "schedule.group_size: 256 samples", "sampler.slots"),
         ("learner.minibatches=129", "learner.minibatches: 129 cannot be cut from 128", "batch_size"),

@@ -112,5 +112,5 @@ def test_changing_the_file_makes_another_run(name, setting, place):
 
 @pytest.mark.parametrize("setting", ["algorithm.anchor=halving", "overlap.rule=dead band"])
 def test_a_name_that_is_neither_built_in_nor_one_s_own_is_refused_with_both_remedies(setting):
-    with pytest.raises(ConfigError, match="choose one of '.* or write module:function for your own"):
+    with pytest.raises(ConfigError, match="input should be '.* or write module:function for your own"):
         load("oppo/stackexchange_7b", "smoke", [setting])

@@ -268,9 +268,9 @@ def test_a_run_is_not_resumed_over_a_hole_in_its_records(stopped, name):
 
 def test_checkpoints_that_cannot_be_read_are_named_with_run_and_step(stopped):
     x, folder = stopped
-    for file in folder.glob("checkpoint/*/state.json"):
+    for file in folder.glob("checkpoint/*.npz"):
         file.write_text("{")
-    with pytest.raises(RunFailed, match="run tiny .sync. stopped after step 3: .*step-000002 cannot be read .*delete them all to start"):
+    with pytest.raises(RunFailed, match="run tiny .sync. stopped after step 3: .*step-000002.npz cannot be read .*delete them all to start"):
         run(x, folder)
 
 
@@ -349,7 +349,7 @@ def test_an_interrupted_notebook_leaves_no_traceback_of_its_client(tmp_path, mon
 @pytest.mark.slow
 def test_the_workers_of_a_sweep_end_when_it_is_killed(tiny, tmp_path):
     x = f"tiny.experiment({tiny!r}, 'loglinear', 'schedule.steps=100000')"
-    code = f"import tiny; from nowait import runs; runs.sweep([{x}], [0], jobs=1, use_wandb=False, progress=False)"
+    code = f"import tiny; from nowait import runs; runs.sweep([{x}], [0], use_wandb=False, progress=False)"
     sweep = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         (metrics,) = wait(lambda: list(Path(tmp_path / "runs").rglob("metrics.jsonl")), 60)

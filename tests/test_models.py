@@ -220,7 +220,7 @@ def test_a_training_with_adapters_resumes_bit_for_bit_and_its_policy_is_a_plain_
         ("{c: [0]}", "runtime.gpus: c is not among the devices of runtime.placement (set by override); name a or b"),
         ("{a: []}", "write [0] or [0, 1], each once"),
         ("{a: [1, 1]}", "write [0] or [0, 1], each once"),
-        ("{a: [-1]}", "runtime.gpus.a: got [-1] (set by override); choose a value >= 0"),
+        ("{a: [-1]}", "runtime.gpus.a: got [-1] (set by override); input should be greater than or equal to 0"),
     ],
 )
 def test_gpus_that_cannot_be_meant_are_refused(gpus, said):

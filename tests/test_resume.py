@@ -63,7 +63,7 @@ def attempt(path, moment=0):
 folder = Path(sys.argv[1])
 x = tiny.experiment(sys.argv[2], "loglinear", *sys.argv[3:])
 assert attempt(folder / "whole") == 0
-for moment in range(1, 1000, 5):
+for moment in range(1, 1000, 4):
     path = folder / f"{moment:03}"
     path.mkdir()
     if (status := attempt(path, moment)) == 0:
@@ -85,6 +85,7 @@ def test_killed_at_any_moment_a_run_loses_no_record_and_ends_as_if_nothing_had_h
     for killed in sorted(tmp_path.glob("*-killed")):
         result = runs.run(x, 0, tmp_path / killed.name.removesuffix("-killed"), use_wandb=False)  # found again
         assert result.finished and result.metrics.equals(whole.metrics) and result.evaluations.equals(whole.evaluations), killed
+        assert set(result.timeline.spans) >= set(whole.timeline.spans), killed
         assert (result.path / "policy" / "model.safetensors").read_bytes() == weights and not (result.path / "checkpoint").exists()
         before, after = (path / "metrics.jsonl" for path in (killed, result.path))
         assert not before.exists() or after.read_bytes().startswith(before.read_bytes())
@@ -92,15 +93,15 @@ def test_killed_at_any_moment_a_run_loses_no_record_and_ends_as_if_nothing_had_h
         saved = checkpoint.latest(killed / "checkpoint")
         reached.append((recorded, saved[0] if saved else 0))
         assert len(list(killed.glob("checkpoint/step-*"))) <= runs.CHECKPOINTS_KEPT + 1
-        assert recorded - 2 <= reached[-1][1] <= max(recorded, 0)
-    assert moments > 50 and {saved for _, saved in reached} == {0, 2, 4}
+        assert RunResult(killed).finished or recorded - 2 <= reached[-1][1] <= max(recorded, 0)  # a finished run drops its checkpoints
+    assert moments > 40 and {saved for _, saved in reached} == {0, 2, 4}
 
 
 def test_a_run_keeps_its_two_newest_checkpoints_until_it_is_finished(tiny, tmp_path, monkeypatch):
     x, kept, save = experiment(tiny, "sync", "schedule.steps=5", "schedule.checkpoint_every=1"), [], checkpoint.save
 
     def noted(folder, step, state):
-        kept.append(sorted(path.name for path in folder.glob("step-*")))
+        kept.append(sorted(path.stem for path in folder.glob("step-*.npz")))
         return save(folder, step, state)
 
     monkeypatch.setattr(checkpoint, "save", noted)

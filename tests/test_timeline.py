@@ -94,6 +94,23 @@ def test_spans_appended_in_parts_are_read_back_equal(tmp_path):
     assert RunResult(tmp_path).timeline.spans == spans.spans
 
 
+class Growing(list):
+    """Spans of a training that goes on in another thread: one more has ended when those so far have been taken."""
+
+    def __getitem__(self, part):
+        taken = super().__getitem__(part)
+        self.append(Span("a", "sampler", "decode", len(self), len(self) + 1))
+        return taken
+
+
+def test_a_span_that_ends_while_others_are_written_is_written_the_next_time(tmp_path):
+    spans, file, written = timeline(), tmp_path / "timeline.jsonl", 0
+    spans.spans = Growing([Span("a", "sampler", "decode", 0, 1)])
+    for _ in range(3):
+        written = spans.append_to(file, written)
+    assert [span.start for span in RunResult(tmp_path).timeline.spans] == [0, 1, 2]
+
+
 def test_utilisation_survives_a_constant_shift_of_time():
     shifted = timeline(*[(d, m, s + 1e6, e + 1e6) for d, m, s, e in GOLDEN])
     assert shifted.utilisation() == pytest.approx({"a": 0.6, "b": 0.8})

@@ -61,18 +61,15 @@ def path(name: str) -> Path:
     return folder
 
 
-def build(name: str, out: Path | None = None, progress: bool = True) -> dict:
-    """Train the asset `name` anew and write it to the folder `out` (default: where the package keeps it). Returns its manifest."""
+def build(name: str) -> dict:
+    """Train the asset `name` anew and replace it in the package. Returns its manifest."""
     if name not in RECIPES:
         raise ValueError(f"no recipe for asset {name!r}; there are: {', '.join(RECIPES)}")
-    recipe, folder = RECIPES[name], out or DATA / name
-    if isinstance(recipe, RewardRecipe):
-        from nowait.preferences import train_reward
-
-        return train_reward(recipe, folder, progress)
-    from nowait.warm_start import warm_start
-
-    return warm_start(recipe, folder, progress)
+    if isinstance(recipe := RECIPES[name], RewardRecipe):
+        from nowait.preferences import train_reward as train
+    else:
+        from nowait.warm_start import warm_start as train
+    return train(recipe, DATA / name)
 
 
 def verify(root: Path = DATA) -> list[str]:

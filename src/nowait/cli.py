@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -155,18 +156,8 @@ def evaluate(
 
     options = {"path": path, "eval_path": path} if path else {}
     chosen = TaskConfig(name=task, options=options | dict(parse_overrides(option or [], Path("--option"))))
-    result = evaluate(
-        _checkpoint(checkpoint),
-        chosen,
-        prompts=prompts,
-        samples=samples,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        slots=slots,
-        dtype=dtype,
-        seed=seed,
-        out=out,
-    )
+    sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens, "slots": slots, "dtype": dtype, "seed": seed}
+    result = evaluate(_checkpoint(checkpoint), chosen, prompts=prompts, **sampling, out=out)
     _print_aligned([[name, f"{value:.4g}" if isinstance(value, float) else str(value)] for name, value in result.items()], sys.stderr)
     print(json.dumps(result, allow_nan=False))
 
@@ -388,7 +379,6 @@ def doctor() -> None:
 def _print_aligned(rows: Iterable[Iterable[str]], file: TextIO | None = None) -> None:
     """Columns as wide as their widest cell; the last one as it comes."""
     table = [list(row) for row in rows]
-    columns = max(map(len, table))
-    width = [max(len(row[i]) for row in table if len(row) > i + 1) if any(len(row) > i + 1 for row in table) else 0 for i in range(columns)]
+    widths = [max(map(len, column)) for column in zip_longest(*(row[:-1] for row in table), fillvalue="")]
     for row in table:
-        print("  ".join([*(cell.ljust(width[i]) for i, cell in enumerate(row[:-1])), row[-1]]).rstrip(), file=file)
+        print("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip(), file=file)

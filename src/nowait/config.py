@@ -9,6 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,6 +187,10 @@ class Experiment(Model):
     evaluation: EvaluationConfig = EvaluationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    def hosts(self, role: str) -> list[str]:
+        """The devices that have a worker of this role."""
+        return [device for device, hosted in self.runtime.placement.items() if role in hosted]
+
     def ranks(self, device: str) -> int:
         """Processes of a device."""
         return max([1, *(getattr(self, role).ranks for role in ("sampler", "learner") if role in self.runtime.placement[device])])
@@ -196,24 +202,26 @@ class Experiment(Model):
         return self
 
 
-def _keys(model: type[Model], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields that are not sections."""
+def _fields(model: type[Model], prefix: str = "") -> Iterator[tuple[str, tuple[type[Model], str]]]:
+    """Dotted names of all fields that are not sections, and where each is defined."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Model):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+            yield from _fields(field.annotation, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, (model, name)
 
 
-KEYS = tuple(_keys(Experiment))
-LEAVES = {key.rpartition(".")[2] for key in KEYS}
+FIELDS = dict(_fields(Experiment))
+KEYS = tuple(FIELDS)
+LEAVES = {name for _, name in FIELDS.values()}
 
 
 def _choose(group: str, blocks: Any, name: str, file: Path) -> dict[str, Any]:
     """Block `name` of the file's `scales` or `variants`."""
-    if isinstance(blocks, dict) and isinstance(blocks.get(name), dict):
-        return blocks[name]
-    known = [*(["paper"] if group == "scales" else []), *(blocks if isinstance(blocks, dict) else [])]
+    blocks = blocks if isinstance(blocks, dict) else {}
+    if isinstance(block := blocks.get(name), dict):
+        return block
+    known = [*(["paper"] if group == "scales" else []), *blocks]
     raise ConfigError([Problem(group, f"{name!r} is not one of this file's {group}", f"choose from: {', '.join(known) or 'none'}")], file)
 
 
@@ -224,7 +232,7 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
         raise ConfigError([Problem("scale", f"this file is already resolved at {base['scale']!r}", f"drop scale={scale!r} or load its source")], file)
     if scale is None:
         scale = base.get("scale", "cpu" if scales else "own")
-    layers = Layers(KEYS)
+    layers = Layers(LEAVES)
     layers.merge(base, "")
     if variant is not None:
         layers.merge(_choose("variants", variants, variant, file), f"variants.{variant}")
@@ -244,11 +252,7 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
 
 
 def load(
-    path: str | Path,
-    scale: str | None = None,
-    overrides: Iterable[str] | None = None,
-    method: str | None = None,
-    variant: str | None = None,
+    path: str | Path, scale: str | None = None, overrides: Iterable[str] | None = None, method: str | None = None, variant: str | None = None
 ) -> Experiment:
     """The experiment of a YAML file or shipped config (`a3po/setup1`), resolved: base <- variant <- scale <- METHODS[method] <- overrides.
 
@@ -269,10 +273,9 @@ def load(
 
 def _method_problems(x: Experiment, method: str | None) -> Iterator[Problem]:
     """Settings that contradict the method that was asked for."""
-    flat = _flatten(x.model_dump(), whole=("runtime.placement",))
-    for key, value in METHODS.get(method or "", {}).items():
-        if flat[key] != value:
-            yield Problem(key, f"got {flat[key]!r}, but method {method} means {value!r}", "drop it, or ask for another method")
+    for key, meant in METHODS.get(method or "", {}).items():
+        if (value := attrgetter(key)(x)) != meant:
+            yield Problem(key, f"got {value!r}, but method {method} means {meant!r}", "drop it, or ask for another method")
 
 
 def _fitting_method(x: Experiment) -> str:
@@ -280,20 +283,12 @@ def _fitting_method(x: Experiment) -> str:
     return next((name for name in (x.method, *METHODS) if name in METHODS and not any(_method_problems(x, name))), CUSTOM)
 
 
-REMEDIES = {  # by pydantic's error type
+REMEDIES = {  # by pydantic's error type, where its own message is not one
     "missing": "add what is missing",
-    "greater_than": "choose a value > {gt:g}",
-    "greater_than_equal": "choose a value >= {ge:g}",
-    "less_than": "choose a value < {lt:g}",
-    "less_than_equal": "choose a value <= {le:g}",
-    "finite_number": "choose a finite number",
-    "literal_error": "choose one of {expected}",
     "float_type": "write a number, without quotes",
     "int_type": "write a whole number, without quotes",
-    "bool_type": "write true or false",
     "string_type": "write text, in quotes if it looks like a number",
     "string_pattern_mismatch": "write module:function for your own",
-    "list_type": "write a list",
     "tuple_type": "write a list",
     "dict_type": "write `key: value` lines",
     "model_type": "write `key: value` lines",
@@ -304,37 +299,33 @@ def _explain(error: ValidationError, data: Any, prefix: str = "") -> list[Proble
     """The problems that pydantic found in `data`; the several complaints about a value of a union type become one."""
     remedies: dict[tuple[str, str], list[str]] = {}
     for entry in error.errors(include_url=False):
-        for key, what, remedy in _explain_entry(entry, data):
-            remedies.setdefault((prefix + key, what), []).append(remedy)
+        if isinstance(conflict := entry.get("ctx", {}).get("error"), ConfigError):
+            return list(conflict.problems)
+        kind, parts, value = entry["type"], [], data
+        for part in entry["loc"]:
+            if not isinstance(value, dict) or (part not in value and kind != "missing"):
+                break  # an index, or the member of a union
+            parts.append(str(part))
+            value = value.get(part)
+        key = ".".join(parts)
+        if kind == "extra_forbidden":
+            what, remedy = "unknown key", _suggest(key)
+        else:
+            what = "no value" if kind == "missing" and value is None else f"got {value!r}"
+            remedy = REMEDIES.get(kind, entry["msg"][0].lower() + entry["msg"][1:])
+        remedies.setdefault((prefix + key, what), []).append(remedy)
     return [Problem(key, what, " or ".join(dict.fromkeys(several))) for (key, what), several in remedies.items()]
-
-
-def _explain_entry(error: Mapping[str, Any], data: Any) -> list[Problem]:
-    context = error.get("ctx", {})
-    if isinstance(context.get("error"), ConfigError):
-        return list(context["error"].problems)
-    kind, parts = error["type"], []
-    for part in error["loc"]:
-        if not isinstance(data, dict) or (part not in data and kind != "missing"):
-            break  # an index, or the member of a union
-        parts.append(str(part))
-        data = data.get(part)
-    key = ".".join(parts)
-    if kind == "extra_forbidden":
-        return [Problem(key, "unknown key", _suggest(key))]
-    what = "no value" if kind == "missing" and data is None else f"got {data!r}"
-    return [Problem(key, what, REMEDIES.get(kind, error["msg"]).format(**context))]
 
 
 def _suggest(key: str) -> str:
     """The key that was probably meant: of the same section, else of the same name elsewhere."""
     section, _, name = key.rpartition(".")
-    inside = [known.removeprefix(section + ".") if section else known for known in KEYS if not section or known.startswith(section + ".")]
-    siblings = list(dict.fromkeys([rest.split(".")[0] for rest in inside] + ([] if section else ["scales", "variants"])))
+    prefix = f"{section}." if section else ""
+    known_here = [known.removeprefix(prefix).split(".")[0] for known in KEYS if known.startswith(prefix)]
+    siblings = list(dict.fromkeys(known_here + ([] if section else ["scales", "variants"])))
     if close := get_close_matches(name, siblings, 1):
-        return f"did you mean {section + '.' if section else ''}{close[0]}?"
-    names = [known.rpartition(".")[2] for known in KEYS]
-    if close := get_close_matches(name, names, 1, cutoff=0.8):
+        return f"did you mean {prefix}{close[0]}?"
+    if close := get_close_matches(name, LEAVES, 1, cutoff=0.8):
         return f"did you mean {' or '.join(known for known in KEYS if known.rpartition('.')[2] == close[0])}?"
     return f"known here: {', '.join(siblings)}" if siblings else "remove it"
 
@@ -345,11 +336,8 @@ def _task_problems(experiment: Experiment) -> Iterator[Problem]:
 
     named = {"task": experiment.task, **{f"evaluation.benchmarks.{name}": task for name, task in experiment.evaluation.benchmarks.items()}}
     for key, task in named.items():
-        if task.name not in tasks.BUILT_IN and not task.name.startswith(tasks.GYM):
-            if ":" not in task.name:
-                known = ", ".join([*tasks.BUILT_IN, f"{tasks.GYM}<task>"])
-                yield Problem(f"{key}.name", f"unknown task {task.name!r}", f"choose one of {known}, or module:function for your own")
-            continue
+        if ":" in task.name and not task.name.startswith(tasks.GYM):
+            continue  # the user's own, whose module is imported when it trains
         by_rule = key != "task" or not experiment.reward.path or experiment.schedule.eval_every > 0
         try:
             if getattr(tasks.load(task), "reward_function", None) == "" and by_rule:
@@ -358,7 +346,8 @@ def _task_problems(experiment: Experiment) -> Iterator[Problem]:
         except ValidationError as error:
             yield from _explain(error, task.options, f"{key}.options.")
         except ValueError as error:
-            yield Problem(f"{key}.options", str(error), "correct or remove it")
+            part = "options" if task.name in tasks.BUILT_IN or ":" in task.name else "name"
+            yield Problem(f"{key}.{part}", str(error), "correct or remove it")
 
 
 def to_yaml(experiment: Experiment) -> str:
@@ -372,15 +361,20 @@ def digest(experiment: Experiment) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def flat(experiment: Experiment) -> dict[str, Any]:
+    """The settings by dotted key, as JSON has them; tables whose keys are the user's are whole."""
+    document = experiment.model_dump(mode="json")
+    return {key: reduce(getitem, key.split("."), document) for key in KEYS}
+
+
 def diff(a: Experiment, b: Experiment) -> list[tuple[str, Any, Any]]:
     """(dotted key, value in a, value in b) where two experiments differ, sorted by key; None where a side lacks the key."""
     flat_a, flat_b = _flatten(a.model_dump(mode="json")), _flatten(b.model_dump(mode="json"))
     return [(key, flat_a.get(key), flat_b.get(key)) for key in sorted({**flat_a, **flat_b}) if flat_a.get(key) != flat_b.get(key)]
 
 
-def _flatten(block: Mapping[str, Any], prefix: str = "", whole: tuple[str, ...] = ()) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, value in block.items():
-        nested = isinstance(value, dict) and prefix + name not in whole
-        flat.update(_flatten(value, f"{prefix}{name}.", whole) if nested else {prefix + name: value})
-    return flat
+        found |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

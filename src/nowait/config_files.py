@@ -102,12 +102,10 @@ def read_whole(file: Path, leaves: Collection[str]) -> dict[str, Any]:
     if "base" in below:
         what = f"builds on a file that itself has the base {below['base']}"
         raise ConfigError([Problem("base", what, "name that one, or repeat its settings")], file)
-    return _on_top(below, document, leaves)
-
-
-def _on_top(below: dict[str, Any], own: dict[str, Any], leaves: Collection[str]) -> dict[str, Any]:
-    both = {k for k, v in own.items() if isinstance(v, dict) and isinstance(below.get(k), dict) and k not in leaves}
-    return {**below, **own, **{k: _on_top(below[k], own[k], leaves) for k in both}}
+    layers = Layers(leaves)
+    layers.merge(below, "")
+    layers.merge(document, "")
+    return layers.data
 
 
 def _reason(error: yaml.YAMLError) -> str:
@@ -143,21 +141,20 @@ def parse_overrides(overrides: Iterable[str], file: Path) -> Iterator[tuple[str,
 class Layers:
     """Settings under construction: later layers win, and `origin` remembers which layer set a key."""
 
-    def __init__(self, tables: Collection[str]) -> None:
-        self.tables = tables
+    def __init__(self, leaves: Collection[str]) -> None:
+        self.leaves = leaves
         self.data: dict[str, Any] = {}
         self.origin: dict[str, str] = {}
 
     def merge(self, block: Mapping[str, Any], layer: str, into: dict | None = None, prefix: str = "") -> None:
-        """Blocks merge key by key, except `tables`, whose keys are data (the options of a task): they are replaced whole."""
+        """Blocks merge key by key down to `leaves`, such as tables whose keys are data (the options of a task): they are replaced whole."""
         into = self.data if into is None else into
         for name, value in block.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, dict) and isinstance(into.get(name), dict) and key not in self.tables:
-                self.merge(value, layer, into[name], key + ".")
+            if isinstance(value, dict) and isinstance(into.get(name), dict) and name not in self.leaves:
+                self.merge(value, layer, into[name], f"{prefix}{name}.")
             else:
                 into[name] = copy.deepcopy(value)
-                self.origin[key] = layer
+                self.origin[f"{prefix}{name}"] = layer
 
     def set(self, key: str, value: Any, layer: str) -> None:
         """Set one dotted key, which may be an entry of a table; a block merges as above."""

@@ -46,8 +46,11 @@ def conflicts(x: Experiment) -> list[Problem]:
     unused, settled = bool(x.sampler.engine_options) and x.sampler.engine != "vllm", sorted(x.sampler.engine_options.keys() & SETTLED)
     full = "the learner scores tokens under the full softmax, so training samples from it"
     folders = "write words joined by /, as in my/setup1"
+    alone, beta = group < 2 and x.algorithm.advantage == "group", x.algorithm.kl_coef
     gpus_of, devices = x.runtime.gpus, " or ".join(x.runtime.placement)
     strangers = [name for name in gpus_of if name not in x.runtime.placement]
+    listed = all(gpus and len(set(gpus)) == len(gpus) for gpus in gpus_of.values())
+    several = "learner.minibatches" if minibatches > 1 else "learner.epochs"
     one_step = "set learner.minibatches=1 and learner.epochs=1, or take another algorithm.anchor"
     rules = [
         (not _names_folders(x.name), "name", f"{x.name!r} cannot name a folder under runs/", folders),
@@ -57,30 +60,14 @@ def conflicts(x: Experiment) -> list[Problem]:
         (x.sampler.top_k != 0, "sampler.top_k", f"got {x.sampler.top_k}, but {full}", "set 0"),
         (unused, "sampler.engine_options", f"engine {x.sampler.engine} has none", "set {}, or sampler.engine=vllm"),
         (bool(settled), "sampler.engine_options", f"{', '.join(settled)} follow from other settings", "drop them"),
-        (
-            group < 2 and x.algorithm.advantage == "group",
-            "schedule.group_size",
-            "the group-relative reward of a single sample is always 0",
-            "choose at least 2",
-        ),
+        (alone, "schedule.group_size", "the group-relative reward of a single sample is always 0", "choose at least 2"),
         (group > slots, "schedule.group_size", f"{group} samples of a request exceed a sampler's {slots} slots", "lower it or raise sampler.slots"),
         (minibatches > sequences, "learner.minibatches", f"{minibatches} cannot be cut from {sequences} sequences", "lower it, or raise batch_size"),
-        (reuse and minibatches > 1, "learner.minibatches", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
-        (reuse and x.learner.epochs > 1, "learner.epochs", f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
-        (
-            not x.algorithm.kl_coef and x.algorithm.kl_target is not None,
-            "algorithm.kl_target",
-            "an adaptive beta of 0 stays 0",
-            "set kl_coef, or null",
-        ),
+        (reuse and updates > 1, several, f"anchor reuse allows one optimiser step per batch, not {updates}", one_step),
+        (not beta and x.algorithm.kl_target is not None, "algorithm.kl_target", "an adaptive beta of 0 stays 0", "set kl_coef, or null"),
         ("driver" in x.runtime.placement, "runtime.placement", "driver is where rules are graded", "name the device otherwise"),
         (bool(strangers), "runtime.gpus", f"{', '.join(strangers)} is not among the devices of runtime.placement", f"name {devices}"),
-        (
-            not all(gpus and len(set(gpus)) == len(gpus) for gpus in gpus_of.values()),
-            "runtime.gpus",
-            f"got {gpus_of}",
-            "write [0] or [0, 1], each once",
-        ),
+        (not listed, "runtime.gpus", f"got {gpus_of}", "write [0] or [0, 1], each once"),
         ("eval" in x.evaluation.benchmarks, "evaluation.benchmarks", "eval is the name of the regular set", "choose another name"),
         *_rank_rules(x),
         *_schedule_rules(x),
@@ -100,7 +87,7 @@ def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     rules = [(x.sampler.slots % ranks["sampler"] > 0, "sampler.slots", slots, f"choose a multiple of {ranks['sampler']}")]
     for role, count in ranks.items():
         key = f"{role}.ranks"
-        gpus = [len(x.runtime.gpus[device]) for device, hosted in x.runtime.placement.items() if role in hosted and device in x.runtime.gpus]
+        gpus = [len(x.runtime.gpus[device]) for device in x.hosts(role) if device in x.runtime.gpus]
         colocated = f"colocated training has a {role} on each of its two devices"
         rules += [
             (count > 1 and executor == "inline", key, f"{count} ranks need a process each", "set runtime.executor=process or ray, or 1 rank"),
@@ -109,15 +96,11 @@ def _rank_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
         ]
     together = any({"sampler", "learner"} <= set(hosted) for hosted in x.runtime.placement.values())
     differ = f"the learner on the same device has {ranks['learner']} ranks"
+    lonely = x.runtime.ray_address is not None and executor != "ray"
     return [
         *rules,
         (together and len(set(ranks.values())) > 1, "sampler.ranks", f"got {ranks['sampler']}, but {differ}", "make them equal"),
-        (
-            x.runtime.ray_address is not None and executor != "ray",
-            "runtime.ray_address",
-            f"executor {executor} uses no Ray",
-            "set runtime.executor=ray, or null",
-        ),
+        (lonely, "runtime.ray_address", f"executor {executor} uses no Ray", "set runtime.executor=ray, or null"),
     ]
 
 
@@ -172,7 +155,7 @@ def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     overlap, plan = x.overlap, x.schedule
     wanted = ["sampler", "learner", *(["reward"] if x.reward.path else []), *(["reference"] if x.algorithm.kl_coef else [])]
     placed = [role for hosted in x.runtime.placement.values() for role in hosted]
-    wrong = [role for role in wanted if placed.count(role) != 1]
+    wrong = ", ".join(role for role in wanted if placed.count(role) != 1)
     most = most_overlapped(x)
     order = overlap.delta_min <= overlap.delta <= overlap.delta_max
     blocking = x.runtime.clock == "wall" and x.runtime.executor == "inline" and overlap.intra
@@ -184,12 +167,7 @@ def _overlap_rules(x: Experiment) -> list[tuple[bool, str, str, str]]:
     trials = f"trying {len(sizes)} candidates twice takes longer than a period of {overlap.chunk_period} steps"
     return [
         (plan.max_staleness > 0, "schedule.max_staleness", "overlapped training bounds staleness by its deferrals", "set 0"),
-        (
-            bool(wrong),
-            "runtime.placement",
-            f"{', '.join(wrong)} must be on exactly one device",
-            "set {a: [sampler, learner], b: [reward, reference]}",
-        ),
+        (bool(wrong), "runtime.placement", f"{wrong} must be on exactly one device", "set {a: [sampler, learner], b: [reward, reference]}"),
         (not order, "overlap.delta", f"{overlap.delta} is not within delta_min {overlap.delta_min} and delta_max {overlap.delta_max}", "change one"),
         (needed > slots, "sampler.slots", together, "raise sampler.slots, or lower overlap.delta_max"),
         (overlap.rule == "trend" and overlap.window < 3, "overlap.window", "a trend needs at least 3 rewards", "set 20 or more"),

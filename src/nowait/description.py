@@ -5,7 +5,7 @@ import shlex
 import warnings
 from typing import Any
 
-from nowait.config import KEYS, ConfigError, Experiment, diff, digest, load
+from nowait.config import ConfigError, Experiment, digest, flat, load
 from nowait.identity import code_digest
 from nowait.results import RunResult, root
 
@@ -96,11 +96,5 @@ def repeat(result: RunResult) -> str:
 
 def _overrides(experiment: Experiment) -> list[str]:
     """KEY=VALUE, in YAML, of each setting that its config file has otherwise (tables such as task.options whole). ConfigError without one."""
-    changes = diff(load(experiment.name, experiment.scale, method=experiment.method), experiment)
-    found = []
-    for field in dict.fromkeys(next(k for k in KEYS if f"{key}.".startswith(f"{k}.")) for key, *_ in changes):
-        value = experiment.model_dump(mode="json")
-        for part in field.split("."):
-            value = value[part]
-        found.append(f"{field}={json.dumps(value, ensure_ascii=False)}")
-    return found
+    file, own = (flat(x) for x in (load(experiment.name, experiment.scale, method=experiment.method), experiment))
+    return [f"{key}={json.dumps(own[key], ensure_ascii=False)}" for key in sorted(own) if own[key] != file[key]]

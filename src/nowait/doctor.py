@@ -51,18 +51,12 @@ def _tried(name: str, look: Callable[[], tuple[str, str | None]], remedy: str) -
 
 def _packages() -> tuple[str, str | None]:
     """Installed versions of what the package requires; a difference from constraints.txt is said and is no fault."""
-    required = [line for line in metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
+    required = [re.match(r"[\w.-]+", line).group() for line in metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)) if CONSTRAINTS.is_file() else {}
-    shown, missing = [], []
-    for name in (re.match(r"[\w.-]+", line).group() for line in required):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
-            continue
-        pin = pinned.get(name, version)
-        shown.append(f"{name} {version}" + ("" if version.split("+")[0] == pin else f" (constraints.txt: {pin})"))
-    text = ", ".join([*shown, *(f"no {name}" for name in missing)])
+    installed = {name: found.version for name in required for found in [*metadata.distributions(name=name)][:1]}
+    missing = [name for name in required if name not in installed]
+    other = {name: f" (constraints.txt: {pinned[name]})" for name in installed.keys() & pinned if installed[name].split("+")[0] != pinned[name]}
+    text = ", ".join([*(f"{name} {version}{other.get(name, '')}" for name, version in installed.items()), *(f"no {name}" for name in missing)])
     return text, f"install {', '.join(missing)}: {INSTALL}" if missing else None
 
 

@@ -56,10 +56,11 @@ def _model_digest(path: str) -> str:
 
 def _own_digest(name: str) -> str:
     """SHA-256 of the module behind `module:function`; empty for what is built in, and where there is no such file, which using it reports."""
-    module = name.partition(":")[0] if ":" in name else ""
+    if ":" not in name:
+        return ""
     try:
-        file = Path(importlib.util.find_spec(module).origin) if module else None
-        return _file_digest(file, file.stat().st_mtime_ns) if file else ""
+        file = Path(importlib.util.find_spec(name.partition(":")[0]).origin)
+        return _file_digest(file, file.stat().st_mtime_ns)
     except Exception:  # finding a module runs the code of its packages
         return ""
 

@@ -136,13 +136,13 @@ def pairs(recipe: RewardRecipe, split: Split, first: int, count: int) -> list[Pa
     return found + list(sampled_pairs(task, recipe.samples_of, split, sampled, rng))
 
 
-def train_reward(recipe: RewardRecipe, out: Path, progress: bool = True) -> dict:
+def train_reward(recipe: RewardRecipe, out: Path) -> dict:
     """Train on preferences; writes model, tokenizer and manifest (with the accuracy on held-out pairs) to `out` and returns the manifest."""
     start = time.process_time()
     with reproducible(recipe.seed):
         model = grow(Qwen2ForCausalLM.from_pretrained(assets.path(recipe.start)), recipe)
         model.steps = torch.nn.Linear(recipe.hidden_size, 1)  # marks wrong steps while the model learns, and is then thrown away
-        fit(model, recipe, _batches(recipe), partial(preference_loss, model), progress)
+        fit(model, recipe, _batches(recipe), partial(preference_loss, model))
         del model.steps
         seconds = time.process_time() - start
         results = accuracy(model, pairs(recipe, "eval", 0, recipe.eval_prompts))
@@ -223,11 +223,10 @@ def _scores(model: Qwen2ForSequenceClassification, batch: Batch) -> tuple[torch.
 
 
 def _batches(recipe: RewardRecipe) -> Iterator[Batch]:
-    """Endless batches of pairs of similar length."""
+    """Batches of pairs of similar length."""
     rng = np.random.default_rng([recipe.seed, 2])
     for first in range(0, recipe.task.size("train") - POOL, POOL):
-        found = pairs(recipe, "train", first, POOL)
-        batches = list(_packed(found, recipe.batch_tokens))
+        batches = list(_packed(pairs(recipe, "train", first, POOL), recipe.batch_tokens))
         for i in rng.permutation(len(batches)):
             yield batches[i]
 
@@ -237,16 +236,12 @@ def _packed(found: list[Pair], batch_tokens: int) -> Iterator[Batch]:
     tokenizer = character_tokenizer()
     rows = [[np.array(row) for row in tokenizer([p.prompt + p.better, p.prompt + p.worse])["input_ids"]] for p in found]
     for chosen in packed([max(map(len, two)) for two in rows], batch_tokens // 2):  # the two halves of a pair
-        yield _tensors([found[i] for i in chosen], [rows[i] for i in chosen], tokenizer.pad_token_id)
-
-
-def _tensors(found: list[Pair], rows: list[list[np.ndarray]], fill: int) -> Batch:
-    flat = [two[half] for half in (0, 1) for two in rows]
-    texts = [(p.prompt, p.better) for p in found] + [(p.prompt, p.worse) for p in found]
-    labels = [(i, len(prompt) + t, right) for i, (prompt, text) in enumerate(texts) for t, right in step_labels(prompt, text)]
-    row, column, right = zip(*labels, strict=True)
-    token, length = torch.from_numpy(pad(flat, fill, np.int64)), torch.tensor([len(row) for row in flat])
-    return Batch(found, token, length, torch.tensor([row, column]), torch.tensor(right, dtype=torch.float32))
+        several, flat = [found[i] for i in chosen], [rows[i][half] for half in (0, 1) for i in chosen]
+        texts = [(p.prompt, p.better) for p in several] + [(p.prompt, p.worse) for p in several]
+        labels = [(i, len(prompt) + t, right) for i, (prompt, text) in enumerate(texts) for t, right in step_labels(prompt, text)]
+        row, column, right = zip(*labels, strict=True)
+        token, length = torch.from_numpy(pad(flat, tokenizer.pad_token_id, np.int64)), torch.tensor([len(row) for row in flat])
+        yield Batch(several, token, length, torch.tensor([row, column]), torch.tensor(right, dtype=torch.float32))
 
 
 @torch.no_grad()

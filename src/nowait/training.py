@@ -17,7 +17,7 @@ from nowait.runtime.device import Device, InlineExecutor, MeasuredClock, ModelCl
 from nowait.runtime.group import GroupExecutor
 from nowait.runtime.timeline import Timeline
 from nowait.schedules.asynchronous import asynchronous
-from nowait.schedules.common import Crew, StepRecord
+from nowait.schedules.common import Call, Crew, StepRecord
 from nowait.schedules.overlapped import overlapped
 from nowait.schedules.synchronous import synchronous
 from nowait.selfcheck import check_sampler
@@ -34,8 +34,9 @@ SCHEDULES = {"synchronous": synchronous, "colocated": synchronous, "asynchronous
 
 def make_clock(experiment: Experiment):
     """The clock that the experiment names."""
-    clocks = {"model": lambda: ModelClock(LinearCosts(experiment.runtime.costs)), "wall": WallClock, "measured": MeasuredClock}
-    return clocks[experiment.runtime.clock]()
+    if experiment.runtime.clock == "model":
+        return ModelClock(LinearCosts(experiment.runtime.costs))
+    return WallClock() if experiment.runtime.clock == "wall" else MeasuredClock()
 
 
 async def stream(
@@ -106,40 +107,39 @@ def ray_executor() -> type:
 
 
 async def _crew(experiment: Experiment, task: tasks.Task, seed: int, devices: dict[str, Device], timeline: Timeline, snapshots: Path | None) -> Crew:
-    roles = {
-        role: [name for name, hosted in experiment.runtime.placement.items() if role in hosted]
-        for role in ("sampler", "learner", "reward", "reference")
-    }
-    encode, decode, _ = load_tokenizer(experiment.model.path)
     plan, sampling = experiment.schedule, experiment.sampler
-    model = {name: _model(experiment, name) for name in experiment.runtime.placement}
-    capacity = sampling.max_prompt_tokens + sampling.max_new_tokens
+    encode, decode, _ = load_tokenizer(experiment.model.path)
+    longest = {"max_prompt_tokens": sampling.max_prompt_tokens, "max_new_tokens": sampling.max_new_tokens}
+    capacity, roles = sum(longest.values()), {role: experiment.hosts(role) for role in ("sampler", "learner")}
+    place, rule = partial(_place, experiment, devices), partial(_place_rule, devices["driver"], decode)
     factory, engine = _engine(experiment)
-    for name in roles["sampler"]:
-        options = {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
-        await devices[name].place("sampler", factory, **model[name], **engine, **options)
-    for name in roles["learner"]:
-        kinds = SHARDED if experiment.learner.ranks > 1 else LEARNERS
-        await devices[name].place("learner", kinds[experiment.algorithm.advantage], **model[name], **_learner(experiment, seed, snapshots))
+    options = engine | {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
+    learner = (SHARDED if experiment.learner.ranks > 1 else LEARNERS)[experiment.algorithm.advantage]
     crew = Crew(
-        samplers=[partial(devices[name].run, "sampler") for name in roles["sampler"]],
-        learners=[partial(devices[name].run, "learner") for name in roles["learner"]],
-        scorer=partial(devices["driver"].run, "scorer"),
-        prompts=Prompts(
-            task, encode, seed=seed, n=plan.group_size, max_prompt_tokens=sampling.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens
-        ),
+        samplers=[await place("sampler", name, factory, **options) for name in roles["sampler"]],
+        learners=[await place("learner", name, learner, **_learner(experiment, seed, snapshots)) for name in roles["learner"]],
+        scorer=await rule("scorer", task, "train", plan.group_size),
+        prompts=Prompts(task, encode, seed=seed, n=plan.group_size, **longest),
         timeline=timeline,
-        devices={role: roles[role] for role in ("sampler", "learner")} | {"scorer": ["driver"]},
+        devices=roles | {"scorer": ["driver"]},
         weights=Weights(0, None),
         slots=sampling.slots,
     )
-    if not experiment.reward.path:
-        await devices["driver"].place("scorer", RuleScorer, task=task, decode=decode, split="train", n=plan.group_size)
-    await _place_frozen(crew, experiment, devices, roles, model, capacity)
+    await _place_frozen(crew, experiment, place, capacity)
     if plan.eval_every:
-        first = roles["sampler"][0]
-        await _place_evaluation(crew, experiment, devices[first], devices["driver"], model[first], encode, decode)
+        await _place_evaluation(crew, experiment, task, encode, place, rule)
     return crew
+
+
+async def _place(experiment: Experiment, devices: dict[str, Device], role: str, name: str, factory: str, /, **options) -> Call:
+    """A worker with a model, on the device `name`."""
+    await devices[name].place(role, factory, **_model(experiment, name) | options)
+    return partial(devices[name].run, role)
+
+
+async def _place_rule(driver: Device, decode, name: str, task: tasks.Task, split: str, n: int) -> Call:
+    await driver.place(name, RuleScorer, task=task, decode=decode, split=split, n=n)
+    return partial(driver.run, name)
 
 
 def _engine(experiment: Experiment) -> tuple[str, dict]:
@@ -192,35 +192,31 @@ def _learner(experiment: Experiment, seed: int, snapshots: Path | None) -> dict:
     return options | ({"critic": experiment.critic} if experiment.algorithm.advantage == "gae" else {})
 
 
-async def _place_frozen(crew: Crew, experiment: Experiment, devices: dict[str, Device], roles: dict, model: dict, capacity: int) -> None:
+async def _place_frozen(crew: Crew, experiment: Experiment, place: Call, capacity: int) -> None:
     """The models that are not trained: they hold every request in flight."""
     n = experiment.schedule.group_size
     shared = {"slots": most_overlapped(experiment) * n, "capacity": capacity, "n": n}
     if path := experiment.reward.path:
-        (device,) = roles["reward"]
         own = ":" in path and not path.startswith(("asset:", "gguf:"))  # module:function of a scorer of the user's
-        await devices[device].place("reward", path if own else REWARD, **model[device] | {"path": path}, policy=experiment.model.path, **shared)
-        crew.scorer, crew.devices["scorer"] = partial(devices[device].run, "reward"), [device]
+        (name,) = crew.devices["scorer"] = experiment.hosts("reward")
+        crew.scorer = await place("reward", name, path if own else REWARD, path=path, policy=experiment.model.path, **shared)
     if experiment.algorithm.kl_coef:
-        (device,) = roles["reference"]
-        await devices[device].place("reference", REFERENCE, **model[device], temperature=experiment.sampler.temperature, **shared)
-        crew.reference, crew.devices["reference"] = partial(devices[device].run, "reference"), [device]
+        (name,) = crew.devices["reference"] = experiment.hosts("reference")
+        crew.reference = await place("reference", name, REFERENCE, temperature=experiment.sampler.temperature, **shared)
 
 
-async def _place_evaluation(crew: Crew, experiment: Experiment, device: Device, driver: Device, model: dict, encode, decode) -> None:
+async def _place_evaluation(crew: Crew, experiment: Experiment, task: tasks.Task, encode, place: Call, rule: Call) -> None:
     """A second sampler beside the first, with a random stream of its own and one seed for all runs: methods are compared on equal draws."""
     plan, longest_prompt = experiment.evaluation, experiment.sampler.max_prompt_tokens
-    capacity = longest_prompt + plan.max_new_tokens
     factory, engine = _engine(experiment)
-    options = {"slots": plan.slots, "capacity": capacity, "temperature": plan.temperature, "seed": 0, "stream": 1}
-    await device.place("evaluator", factory, **model, **engine, **options)
-    crew.evaluator = partial(device.run, "evaluator")
-    for name, config in {"eval": experiment.task, **plan.benchmarks}.items():
-        held_out, samples = tasks.load(config), plan.samples if name == "eval" else plan.benchmark_samples
-        await driver.place(f"{name} scorer", RuleScorer, task=held_out, decode=decode, split="eval", n=samples)
-        prompts = plan.prompts if name == "eval" else min(plan.prompts, held_out.size("eval"))
+    sizes = {"slots": plan.slots, "capacity": longest_prompt + plan.max_new_tokens, "temperature": plan.temperature}
+    crew.evaluator = await place("evaluator", crew.devices["sampler"][0], factory, **engine, **sizes, seed=0, stream=1)
+    for name, held_out in {"eval": task, **{name: tasks.load(config) for name, config in plan.benchmarks.items()}}.items():
+        prompts, samples = plan.prompts, plan.samples
+        if name != "eval":
+            prompts, samples = min(plan.prompts, held_out.size("eval")), plan.benchmark_samples
         requests = evaluation_requests(held_out, encode, prompts, samples, longest_prompt, plan.max_new_tokens)
-        crew.evaluations[name] = requests, partial(driver.run, f"{name} scorer")
+        crew.evaluations[name] = requests, await rule(f"{name} scorer", held_out, "eval", samples)
 
 
 async def _restore(crew: Crew, state: dict) -> None:
@@ -255,7 +251,4 @@ def load_tokenizer(path: str):
             raise ValueError(f"model.path: the tokenizer of {path!r} has no chat template, which the task's messages need; take a chat model")
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids)
-
-    return encode, decode, tokenizer
+    return encode, tokenizer.decode, tokenizer

@@ -2,17 +2,18 @@
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from nowait.assets import EVALUATED, MANIFEST, WEIGHTS, Recipe, character_tokenizer, sha256
@@ -22,11 +23,11 @@ from nowait.tasks.arithmetic import Arithmetic
 POOL = 2048  # demonstrations sorted by length at a time
 
 
-def warm_start(recipe: Recipe, out: Path, progress: bool = True) -> dict:
+def warm_start(recipe: Recipe, out: Path) -> dict:
     """Supervised training on demonstrations; writes model, tokenizer and manifest (with held-out exact match) to `out` and returns the manifest."""
     tokenizer, start = character_tokenizer(), time.process_time()
     with reproducible(recipe.seed):
-        model = _train(recipe, tokenizer, progress)
+        model = _train(recipe, tokenizer)
         seconds = time.process_time() - start
         results = {k: _evaluate(model, tokenizer, task, recipe.eval_prompts) for k, task in EVALUATED.items()}
     return write(recipe, model, out, seconds, results)
@@ -62,7 +63,7 @@ def reproducible(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _train(recipe: Recipe, tokenizer: Qwen2Tokenizer, progress: bool) -> Qwen2ForCausalLM:
+def _train(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -83,39 +84,39 @@ def _train(recipe: Recipe, tokenizer: Qwen2Tokenizer, progress: bool) -> Qwen2Fo
         token, target = batch
         return torch.nn.functional.cross_entropy(model(input_ids=token[:, :-1]).logits.flatten(0, 1), target[:, 1:].flatten())
 
-    return fit(model, recipe, _batches(recipe, tokenizer), loss_of, progress)
+    return fit(model, recipe, _batches(recipe, tokenizer), loss_of)
 
 
-def fit(model: PreTrainedModel, recipe: Recipe, batches: Iterator, loss_of: Callable, progress: bool) -> PreTrainedModel:
+def fit(model: PreTrainedModel, recipe: Recipe, batches: Iterator, loss_of: Callable) -> PreTrainedModel:
     """Minimise `loss_of(batch)` over the recipe's number of batches, one optimiser step each; returns the model in eval mode."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 1.0) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
     )
-    for step, batch in zip(range(1, recipe.steps + 1), batches, strict=False):
+    for batch in (bar := tqdm(islice(batches, recipe.steps), total=recipe.steps, unit="step")):
         loss = loss_of(batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if progress and step % max(recipe.steps // 20, 1) == 0:
-            print(f"step {step} of {recipe.steps}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}", file=sys.stderr)
+        bar.set_postfix(loss=loss.item(), refresh=False)
     return model.eval()
 
 
 def _batches(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (token, target), both int64 [S, T], of demonstrations of similar length; target is -100 on prompts and padding."""
+    """(token, target), both int64 [S, T], of demonstrations of similar length; target is -100 on prompts and padding."""
     rng = np.random.default_rng(recipe.seed)
-    for first in range(0, recipe.task.size("train"), POOL):
-        rows = range(first, min(first + POOL, recipe.task.size("train")))
+    for first in range(0, recipe.task.size("train") - POOL, POOL):
+        rows = range(first, first + POOL)
         prompts = [recipe.task.prompt("train", row) for row in rows]
         text = [prompt + recipe.task.demonstration("train", row) + tokenizer.eos_token for prompt, row in zip(prompts, rows, strict=True)]
-        tokens = tokenizer(text)["input_ids"]
-        groups = packed(list(map(len, tokens)), recipe.batch_tokens)
-        batches = [_tensors([np.array(tokens[i]) for i in group], [len(prompts[i]) for i in group], tokenizer.pad_token_id) for group in groups]
-        for i in rng.permutation(len(batches)):
-            yield batches[i]
+        tokens = [np.array(ids) for ids in tokenizer(text)["input_ids"]]
+        groups = list(packed(list(map(len, tokens)), recipe.batch_tokens))
+        for i in rng.permutation(len(groups)):
+            chosen, prompt = [tokens[j] for j in groups[i]], torch.tensor([len(prompts[j]) for j in groups[i]])
+            token, target = (torch.from_numpy(pad(chosen, fill, np.int64)) for fill in (tokenizer.pad_token_id, -100))
+            yield token, target.masked_fill(torch.arange(target.shape[1]) < prompt[:, None], -100)
 
 
 def packed(lengths: list[int], most: int) -> Iterator[list[int]]:
@@ -128,11 +129,6 @@ def packed(lengths: list[int], most: int) -> Iterator[list[int]]:
         group.append(i)
     if group:
         yield group
-
-
-def _tensors(tokens: list[np.ndarray], prompts: list[int], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    token, target = (torch.from_numpy(pad(tokens, value, np.int64)) for value in (fill, -100))
-    return token, target.masked_fill(torch.arange(target.shape[1]) < torch.tensor(prompts)[:, None], -100)
 
 
 def _evaluate(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, task: Arithmetic, prompts: int) -> dict:

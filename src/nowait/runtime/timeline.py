@@ -86,9 +86,10 @@ class Timeline:
 
     def append_to(self, path: str | Path, written: int = 0) -> int:
         """Append the spans after the first `written` ones, one JSON object a line; returns how many are written now."""
+        new = self.spans[written:]  # of now: the training goes on in another thread
         with Path(path).open("a") as file:
-            file.writelines(json.dumps(asdict(span)) + "\n" for span in self.spans[written:])
-        return len(self.spans)
+            file.writelines(json.dumps(asdict(span)) + "\n" for span in new)
+        return written + len(new)
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:
