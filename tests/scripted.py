@@ -262,5 +262,4 @@ async def restore(crew: Crew, state: dict) -> None:
     await crew.scorer("set_state", state["scorer"])
     if crew.reference:
         await crew.reference("set_state", state["reference"])
-    if "sampler" in state:
-        await crew.samplers[0]("set_state", state["sampler"])
+    await crew.samplers[0]("set_state", state["sampler"])

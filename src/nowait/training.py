@@ -115,9 +115,12 @@ async def _crew(experiment: Experiment, task: tasks.Task, seed: int, devices: di
     factory, engine = _engine(experiment)
     options = engine | {"slots": sampling.slots, "capacity": capacity, "temperature": sampling.temperature, "seed": seed}
     learner = (SHARDED if experiment.learner.ranks > 1 else LEARNERS)[experiment.algorithm.advantage]
+    starting = [place("sampler", name, factory, **options) for name in roles["sampler"]]
+    starting += [place("learner", name, learner, **_learner(experiment, seed, snapshots)) for name in roles["learner"]]
+    workers = await asyncio.gather(*starting)  # processes start side by side
     crew = Crew(
-        samplers=[await place("sampler", name, factory, **options) for name in roles["sampler"]],
-        learners=[await place("learner", name, learner, **_learner(experiment, seed, snapshots)) for name in roles["learner"]],
+        samplers=workers[: len(roles["sampler"])],
+        learners=workers[len(roles["sampler"]) :],
         scorer=await rule("scorer", task, "train", plan.group_size),
         prompts=Prompts(task, encode, seed=seed, n=plan.group_size, **longest),
         timeline=timeline,
@@ -226,10 +229,9 @@ async def _restore(crew: Crew, state: dict) -> None:
     await crew.scorer("set_state", state["scorer"])
     if crew.reference:
         await crew.reference("set_state", state["reference"])
-    if "sampler" in state:
-        # in this order loading costs nothing: the run that left the state has paid for the prefill
-        await crew.samplers[0]("load", await crew.learners[0]("publish"))
-        await crew.samplers[0]("set_state", state["sampler"])
+    # in this order loading costs nothing: the run that left the state has paid for the prefill
+    await crew.samplers[0]("load", await crew.learners[0]("publish"))
+    await crew.samplers[0]("set_state", state["sampler"])
 
 
 def load_tokenizer(path: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import threading
 from contextlib import suppress
@@ -28,8 +29,7 @@ class GpuSampler:
 
     def _sample(self, period: float) -> None:
         with suppress(Exception):  # of its own for each: no library, no driver, no GPU, or one that has no such counter
-            import pynvml
-
+            pynvml = importlib.import_module("pynvml")  # of the package nvidia-ml-py
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             while handles and not self._stopped.wait(period):

@@ -134,7 +134,7 @@ def selection(delta: int = 8) -> Figure:
         ax.plot(range(1, STEPS + 1), batches, color=HUES[0], linewidth=0.7, alpha=0.4)
         ax.plot(range(1, STEPS + 1), batches.mean(axis=1), "o-", color=HUES[0], label=f"batches, mean of n = {SEEDS}")
         ax.axhline(mean, color=HUES[5], linestyle="--", label="all requests")
-        ax.set(xlabel="training step", ylabel=f"mean {name} of a response", ylim=(0, None), xticks=range(2, STEPS + 1, 2))
+        ax.set(xlabel="training step", ylabel=f"mean {name} of a response", ylim=(0, None), xticks=range(3, STEPS + 1, 3))
         ax.legend(loc="lower right")
     figure.axes[0].set_title(f"B = {BATCH}, Δ = {delta}; thin: single courses", loc="left")
     return figure

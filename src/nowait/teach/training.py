@@ -60,8 +60,9 @@ def curves(metric: str = "reward, share right", smooth: int = 10) -> Figure:
         line = curve(left, table.index, table[method].to_numpy().mean(axis=1), method, markevery=10)
         right.plot(table.index, table[method], color=line.get_color(), linestyle=line.get_linestyle(), linewidth=1)
     for ax, title in ((left, f"{metric}, mean of n = {table[method].shape[1]} seeds"), (right, "single seeds; setup 1, scale cpu")):
-        ax.set(xlabel=f"training step (mean of the last {smooth})", xticks=(0, 25, 50, 75, 100))
+        ax.set(xlabel=f"training step (mean of the last {smooth})", xticks=(0, 50, 100))
         ax.set_title(title, loc="left")
+    left.locator_params(axis="y", nbins=4)
     right.tick_params(labelleft=False)
     figure.legend(handles=left.lines, loc="lower center", ncols=4)
     return figure
