@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,18 @@ class DigitTask:
         if self.broken and row % self.broken == 0 and share(response) < 0.5:
             raise ValueError("no grade")
         return share(split, row, response)
+
+
+class CopyingExecutor(InlineExecutor):
+    """Copies arguments and results, as the boundary of a process would."""
+
+    def submit(self, action: str, *args) -> Future:
+        done, copied = super().submit(action, *pickle.loads(pickle.dumps(args))), Future()
+        if error := done.exception():
+            copied.set_exception(error)
+        else:
+            copied.set_result(pickle.loads(pickle.dumps(done.result())))
+        return copied
 
 
 def encode(text: str) -> list[int]:
@@ -137,9 +150,9 @@ def train(x: Experiment, costs=None, *, state: dict | None = None, stop_after: i
     Errors of the types `catch` are kept in the result; `options` go to `assemble`.
     """
     trained = Trained()
-    clock, executor = ModelClock(costs or RandomCosts()), ProcessExecutor if process else partial(InlineExecutor, True)
+    clock, executor = ModelClock(costs or RandomCosts()), ProcessExecutor if process else CopyingExecutor
     devices = {name: Device(name, executor(), clock, trained.timeline) for name in x.runtime.placement}
-    devices["driver"] = Device("driver", InlineExecutor(True), clock, trained.timeline)
+    devices["driver"] = Device("driver", CopyingExecutor(), clock, trained.timeline)
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(state["time"] if state else 0.0)) as runner:
         runner.run(_train(trained, x, devices, state, stop_after, catch, options))
     return trained

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,23 +68,3 @@ def test_a_state_is_a_snapshot():
     state = tuner.get_state()
     run(tuner, range(5), lambda step, size: 20 - size)
     assert state == ChunkTuner([4, 16], 5).get_state() != tuner.get_state()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], 5), "candidates must be different numbers"),
-        (([4, 4], 5), "candidates must be different numbers"),
-        (([0, 4], 5), "candidates must be different numbers"),
-        (([4, 8, 16], 5), "trying 3 candidates takes 6 training steps, the period has only 5"),
-    ],
-)
-def test_impossible_tuners_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ChunkTuner(*arguments)
-
-
-@pytest.mark.parametrize(("seconds", "tokens"), [(float("nan"), 1), (-1.0, 1), (1.0, -1)])
-def test_impossible_measurements_are_refused(seconds, tokens):
-    with pytest.raises(ValueError, match="a step with chunks of 4 cannot take"):
-        ChunkTuner([4, 8], 5).record(4, seconds, tokens)

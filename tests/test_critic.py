@@ -138,5 +138,5 @@ def test_a_critic_that_cannot_be_loaded_whole_is_refused(tiny, tmp_path):
     whole = AutoModel.from_pretrained(tiny)
     lacking = {name: tensor for name, tensor in whole.state_dict().items() if name != "norm.weight"}
     whole.save_pretrained(tmp_path / "lacking", state_dict=lacking)
-    with pytest.raises(ValueError, match="critic.path: .* lacks 1 weights of its backbone, first norm.weight"):
+    with pytest.raises(ValueError, match="critic.path: .* lacks 1 trained weights, first norm.weight"):
         ppo(tiny, critic={"path": str(tmp_path / "lacking")})

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted import CopyingExecutor
 
 from nowait.runtime.clock import VirtualTimeLoop
 from nowait.runtime.device import Device, DeviceFailed, InlineExecutor, MeasuredClock, ModelClock, ProcessExecutor, WallClock, event_loop, resolve
 from nowait.runtime.timeline import Timeline
-
-COPYING = partial(InlineExecutor, True)
 
 
 class Picky(Exception):
@@ -65,7 +64,7 @@ class Worker:
             pass
 
 
-def on(clock, main, executor=COPYING, names=("a",), timeline=None):
+def on(clock, main, executor=CopyingExecutor, names=("a",), timeline=None):
     """Result of main(*devices) on the clock's loop; a worker w stands on each device."""
 
     async def whole():
@@ -181,7 +180,7 @@ def test_pickling_keeps_results_and_protects_the_callers_arrays():
         return (await device.run("w", "change", array)).tolist(), array.tolist(), await device.run("w", "note", "x")
 
     assert on(costs(), main, InlineExecutor) == ([2, 3], [2, 3], ("a", ["x"]))
-    assert on(costs(), main, COPYING) == ([2, 3], [1, 2], ("a", ["x"]))
+    assert on(costs(), main, CopyingExecutor) == ([2, 3], [1, 2], ("a", ["x"]))
 
 
 def test_inline_calls_on_the_wall_clock_let_other_tasks_have_their_turn():
@@ -199,7 +198,7 @@ def test_inline_calls_on_the_wall_clock_let_other_tasks_have_their_turn():
     assert sorted(order[:2]) == sorted(order[2:4]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("executor", [COPYING, ProcessExecutor])
+@pytest.mark.parametrize("executor", [CopyingExecutor, ProcessExecutor])
 @pytest.mark.parametrize("clock", [costs(), WallClock()], ids=["model", "wall"])
 def test_an_error_of_the_worker_surfaces_as_itself_and_the_device_goes_on(executor, clock):
     async def main(device):
@@ -224,7 +223,7 @@ def test_a_process_gives_the_same_results_times_and_spans_as_a_call_in_place():
 
         return on(costs(note=1.25, change=0.5), main, executor, timeline=timeline), timeline.spans
 
-    assert trace(COPYING) == trace(ProcessExecutor)
+    assert trace(CopyingExecutor) == trace(ProcessExecutor)
 
 
 def test_a_process_of_its_own_with_its_threads_ends_with_its_device():

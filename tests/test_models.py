@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_learner import rewarded
 from test_training import steps
-from tiny import EXACT, assert_plain, experiment, generate, requests, save_model, train, train_in_ranks
+from tiny import EXACT, assert_plain, digest, experiment, generate, requests, save_model, train, train_in_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nowait.config import AlgorithmConfig, CriticConfig, LearnerConfig, load
@@ -55,6 +55,13 @@ def test_messages_are_rendered_by_the_chat_template_up_to_the_answer_and_text_is
 def test_messages_for_a_tokenizer_without_a_chat_template_are_an_error_with_a_remedy(tiny):
     with pytest.raises(ValueError, match="model.path: the tokenizer of .* has no chat template, .*; take a chat model"):
         load_tokenizer(tiny)[0]([{"role": "user", "content": "1"}])
+
+
+def test_a_policy_without_some_of_its_weights_is_refused(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path, state_dict={name: w for name, w in model.state_dict().items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match="model.path: .* lacks 1 trained weights, first model.norm.weight: take a complete checkpoint"):
+        load_policy(str(tmp_path))
 
 
 @pytest.mark.parametrize("load_it", [load_policy, load_tokenizer])
@@ -148,10 +155,10 @@ def test_the_state_holds_adapters_and_their_moments_and_continues_bit_for_bit(ti
     state = original.get_state()
     assert all(".lora_" in name for name in state["model"]) and len(state["adam"]) == len(state["model"]) == 28
     restored = learner(tiny, seed=9)  # whose adapters begin elsewhere
-    assert restored.digest() != learner(tiny).digest()
+    assert digest(restored) != digest(learner(tiny))
     restored.set_state(state)
     restored.seed = original.seed
-    assert trained(restored, batch).digest() == trained(original, batch).digest()
+    assert digest(trained(restored, batch)) == digest(trained(original, batch))
 
 
 @needs_peft
@@ -180,7 +187,7 @@ def test_two_ranks_train_their_adapters_like_one(tiny, batch):
     settings = {"lr": 1e-3, "minibatches": 2, "eps": 1e-6}
     one, ranks = trained(learner(tiny, **settings), batch, 1), [learner(tiny, **settings) for _ in range(2)]
     train_in_ranks(ranks, batch)
-    assert ranks[0].digest() == ranks[1].digest()
+    assert digest(ranks[0]) == digest(ranks[1])
     for found, expected in zip(ranks[0]._parameters, one._parameters, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
@@ -190,8 +197,8 @@ def test_with_a_critic_on_the_policys_states_adapters_and_value_head_are_trained
     algorithm, critic = AlgorithmConfig(anchor="behave", advantage="gae"), CriticConfig(shared=True)
     worker = PPOLearner(tiny, LearnerConfig(lr=1e-2), algorithm, critic=critic, temperature=1.0, seed=0, lora_rank=4)
     assert len(worker._parameters) == 28 + 2
-    before = worker.digest()
-    assert trained(worker, batch).digest() != before and set(worker.get_state()["value_head"]) == {"weight", "bias"}
+    before = digest(worker)
+    assert digest(trained(worker, batch)) != before and set(worker.get_state()["value_head"]) == {"weight", "bias"}
 
 
 @needs_peft

@@ -31,7 +31,7 @@ def test_overlapped_training_resumed_after_any_step_equals_the_uninterrupted_one
         assert exact(rest) == exact(records[-len(rest) :]) and len(rest) == 5 - state["step"] and resumed == weights
     assert len({state["controller"]["delta"] for state in states}) > 1 and len({state["learner"]["kl_coef"] for state in states}) == 5
     ages = [state["step"] - admitted for state in states for _, admitted in state["admitted"]]
-    assert max(ages) > 1 and len(states[0]["tuner"]) and any(len(set(state["rollouts"]["version"].tolist())) > 1 for state in states)
+    assert max(ages) > 1 and len(states[0]["tuner"]) and any(len(set(state["rollouts"]["parts"][:, 2].tolist())) > 1 for state in states)
 
 
 # The process forks once for every moment, so that it need not load everything again; each child leaves in the middle of something.

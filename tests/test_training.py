@@ -77,7 +77,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(tiny, tmp_pa
         checkpoint.save(tmp_path / f"{step}", step, record.state)  # after the end: the state is a snapshot
         done, state = checkpoint.latest(tmp_path / f"{step}")
         if method != "sync":
-            assert len(state["sampler"]["history"]) and len(set(state["rollouts"]["version"].tolist())) > 1
+            assert len(state["sampler"]["token"]) and len(set(state["rollouts"]["parts"][:, 2].tolist())) > 1
         rest, resumed = train(x, tmp_path / "resumed", state=state)
         assert done == step and exact(rest) == exact(records[-len(rest) :])
         assert resumed == weights and [r.step for r in rest] == list(range(step + 1, 9))

@@ -69,6 +69,12 @@ def assert_named_when_not_finite(worker, folder: str) -> None:
         worker.decode(2)
 
 
+def digest(learner) -> str:
+    """SHA-256 of a learner's trained weights, to compare them bit for bit."""
+    modules = [weights for weights in learner.get_state().values() if isinstance(weights, dict)]  # and then the optimiser's moments
+    return hashlib.sha256(b"".join(array.tobytes() for weights in modules[:-1] for array in weights.values())).hexdigest()
+
+
 def train_in_ranks(ranks: list, batch: Batch) -> tuple[int, list[dict]]:
     """One data-parallel training step: the number of its minibatches, and the statistics of every rank."""
     (count,) = {worker.prepare(batch) for worker in ranks}

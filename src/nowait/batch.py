@@ -154,24 +154,22 @@ def _columns(sequences: list[_Sequence]) -> dict[str, np.ndarray]:
     """What sequences hold, one after the other, and the length of each."""
     parts = [part for s in sequences for part in s.parts]
     lengths = np.array([len(token) for token, _, _ in parts], np.int64)
-    owner = np.repeat(np.arange(len(sequences)), [len(s.parts) for s in sequences])
     return {
         "token": np.concatenate([np.empty(0, np.int32), *(token for token, _, _ in parts)]),
         "logp": np.concatenate([np.empty(0, np.float32), *(logp for _, logp, _ in parts)]),
         "version": np.repeat(np.array([version for _, _, version in parts], np.int32), lengths),
-        "length": np.bincount(owner, lengths, len(sequences)).astype(np.int64),
+        "length": np.array([sum(len(token) for token, _, _ in s.parts) for s in sequences], np.int64),
         "finish": np.array([s.finish for s in sequences], np.uint8),
     }
 
 
 class Rollouts:
-    """Driver-side record of the requests in flight (n samples each): joins the rounds' segments and assembles batches."""
+    """Record of the requests in flight (n samples each): joins the rounds' segments and assembles batches."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.requests: dict[int, Request] = {}
         self._sequences: dict[int, _Sequence] = {}
-        self._running: dict[int, int] = {}  # request -> samples that have not finished
         self.oldest: dict[int, int] = {}  # request -> version of its first token
         self.tokens = 0  # response tokens held: generated and not yet taken for training
 
@@ -182,7 +180,7 @@ class Rollouts:
         for request in requests:
             if request.id in self.requests:
                 raise ValueError(f"request {request.id} was admitted twice")
-            self.requests[request.id], self._running[request.id] = request, self.n
+            self.requests[request.id] = request
             self._sequences.update((s, _Sequence()) for s in request.sequences)
 
     def add(self, segments: Segments) -> list[int]:
@@ -198,15 +196,14 @@ class Rollouts:
                 self.oldest.setdefault(sid // self.n, version)  # versions only grow
                 sequence.parts.append((tokens[first:end], logps[first:end], version))
             if finish != RUNNING:
-                sequence.finish, request = finish, sid // self.n
-                self._running[request] -= 1
-                if self.complete(request):
-                    done.append(request)
+                sequence.finish = finish
+                if self.complete(sid // self.n):
+                    done.append(sid // self.n)
         self.tokens += len(tokens)
         return sorted(done)
 
     def complete(self, request: int) -> bool:
-        return not self._running[request]
+        return all(self._sequences[s].finish != RUNNING for s in self.requests[request].sequences)
 
     def segments(self, requests: list[int]) -> Segments:
         """All that the sequences of these requests hold, as if one round had brought it."""
@@ -227,7 +224,7 @@ class Rollouts:
             raise ValueError(f"requests {', '.join(map(str, unfinished))} are not complete and cannot be taken for step {step}")
         owners = [self.requests[r] for r in requests for _ in range(self.n)]
         sids = [s for r in requests for s in self.requests[r].sequences]
-        held = self._remove(requests)
+        held = self.drop(requests)
         length = held["length"]
         return Batch(
             step=step,
@@ -244,41 +241,35 @@ class Rollouts:
             keep=np.ones(len(sids), bool),
         )
 
-    def drop(self, requests: list[int]) -> None:
-        self._remove(requests)
-
-    def _remove(self, requests: list[int]) -> dict[str, np.ndarray]:
+    def drop(self, requests: list[int]) -> dict[str, np.ndarray]:
         """Forget requests; what their sequences held."""
         held = _columns([self._sequences.pop(s) for r in requests for s in self.requests.pop(r).sequences])
         self.tokens -= len(held["token"])
         for r in requests:
-            del self._running[r]
             self.oldest.pop(r, None)
         return held
 
     def get_state(self) -> dict:
         held = _columns(list(self._sequences.values()))
+        parts = [(sid, len(token), version) for sid, s in self._sequences.items() for token, _, version in s.parts]
         return {
             "requests": pack_requests(list(self.requests.values())),
-            "sequence": np.array(list(self._sequences), np.int64),
-            "offset": np.concatenate([[0], np.cumsum(held.pop("length"))]),
-            **held,
+            "parts": np.array(parts, np.int64).reshape(-1, 3),
+            "token": held["token"],
+            "logp": held["logp"],
+            "finish": held["finish"],
         }
 
     def set_state(self, state: dict) -> None:
-        self.__init__(self.n)
+        self.drop(list(self.requests))
         self.admit(unpack_requests(state["requests"]))
-        token, logp, version, offset = (state[k] for k in ("token", "logp", "version", "offset"))
-        starts = np.union1d(offset[:-1], 1 + np.flatnonzero(np.diff(version)))  # of a sequence or of a version
-        for i, sid in enumerate(state["sequence"].tolist()):
-            first, end = offset[i : i + 2].tolist()
-            cuts = [*starts[(starts >= first) & (starts < end)].tolist(), end]
-            parts = [(token[a:b], logp[a:b], int(version[a])) for a, b in itertools.pairwise(cuts)]
-            self._sequences[sid] = _Sequence(parts, int(state["finish"][i]))
-            self._running[sid // self.n] -= state["finish"][i] != RUNNING
-            if parts:
-                self.oldest[sid // self.n] = min(parts[0][2], self.oldest.get(sid // self.n, parts[0][2]))
-        self.tokens = len(token)
+        cut = (np.split(state[name], np.cumsum(state["parts"][:, 1])) for name in ("token", "logp"))
+        for (sid, _, version), token, logp in zip(state["parts"].tolist(), *cut, strict=False):
+            self._sequences[sid].parts.append((token, logp, version))
+            self.oldest[sid // self.n] = min(version, self.oldest.get(sid // self.n, version))
+        for sequence, finish in zip(self._sequences.values(), state["finish"].tolist(), strict=True):
+            sequence.finish = finish
+        self.tokens = len(state["token"])
 
 
 def pack_requests(requests: list[Request]) -> dict:

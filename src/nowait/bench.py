@@ -7,9 +7,10 @@ over blocks of ratios inside a block. `seeds` are those of the blocks.
 import itertools
 import statistics
 import sys
-import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,7 @@ def sampler(blocks: int = 3) -> dict:
     ours(cases["ratio_single_batch"]), theirs(cases["ratio_single_batch"])  # warm-up
     for block in range(blocks):
         for name, lengths in cases.items():
-            rates[name].append((lengths.sum() / ours(lengths), lengths.sum() / theirs(lengths)))
+            rates[name].append(tuple(lengths.sum() / seconds(partial(sample, lengths)) for sample in (ours, theirs)))
             say(f"block {block + 1} of {blocks}, {name}: {rates[name][-1][0]:.0f} against {rates[name][-1][1]:.0f} tokens/s")
     ratios = {name: statistics.median(a / b for a, b in pairs) for name, pairs in rates.items()}
     useful, generate = (statistics.median(pair[i] for pair in rates["ratio"]) for i in (0, 1))
@@ -193,33 +194,27 @@ def sampler(blocks: int = 3) -> dict:
 
 
 def _samplers():
-    """Two functions from response lengths to seconds: the built-in sampler, and generate in batches of 128."""
+    """Two functions that sample responses of given lengths: the built-in sampler, and generate in batches of 128."""
     import torch
     from transformers import GenerationConfig
 
     from nowait.workers.models import load_policy
-    from nowait.workers.sampler import HFSampler
+    from nowait.workers.sampler import HFSampler, generate
 
     worker, model = HFSampler("asset:policy_small", slots=128, capacity=256), load_policy("asset:policy_small")
     worker.eos, model.generation_config.eos_token_id = np.array([], int), None
     prompts = np.random.default_rng(1).integers(0, 10, (512, 12)).astype(np.int32)
 
-    def ours(lengths: np.ndarray) -> float:
-        start, left = time.perf_counter(), len(lengths)
-        worker.admit([Request(i, prompts[i], 1, int(length)) for i, length in enumerate(lengths)])
-        while left:
-            left -= int((worker.decode(8).finish > 0).sum())
-        return time.perf_counter() - start
+    def ours(lengths: np.ndarray) -> None:
+        generate(worker, [Request(i, prompts[i], 1, int(length)) for i, length in enumerate(lengths)])
 
-    def theirs(lengths: np.ndarray) -> float:
-        start = time.perf_counter()
+    def theirs(lengths: np.ndarray) -> None:
         for i in range(0, len(lengths), 128):
-            longest = int(lengths[i : i + 128].max())
-            plan = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
-            ids = torch.from_numpy(prompts[i : i + len(lengths[i : i + 128])]).long()
+            batch = lengths[i : i + 128]
+            plan = GenerationConfig(max_new_tokens=int(batch.max()), do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+            ids = torch.from_numpy(prompts[i : i + len(batch)]).long()
             with torch.inference_mode():
                 model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plan)
-        return time.perf_counter() - start
 
     return ours, theirs
 
@@ -244,22 +239,22 @@ def proximal_cost(experiment: Experiment, blocks: int = 5) -> dict:
     model, temperature = {"path": experiment.model.path, "dtype": experiment.model.dtype}, experiment.sampler.temperature
     learner = HFLearner(**model, learner=experiment.learner, algorithm=experiment.algorithm, temperature=temperature, seed=0)
     theta = learner.logp(batch)
-    pairs = [(_seconds(lambda: learner.logp(batch)), _interpolation(batch.logp_behav, theta, batch.version + 5)) for _ in range(blocks)]
+    pairs = [(median_seconds(lambda: learner.logp(batch)), interpolation_seconds(batch.logp_behav, theta, batch.version)) for _ in range(blocks)]
     recompute, interpolate = (statistics.median(p[i] for p in pairs) for i in (0, 1))
     ratios = [a / b for a, b in pairs]
     rng, shape = np.random.default_rng(0), (1024, 1024)
     large = [-rng.exponential(1.0, shape).astype(np.float32) for _ in range(2)]
     version = rng.integers(0, 9, shape).astype(np.int32)
-    seconds = statistics.median(_interpolation(*large, version) for _ in range(blocks))
+    between = statistics.median(interpolation_seconds(*large, version) for _ in range(blocks))
     source, target = torch.rand(COPIED // 4), torch.empty(COPIED // 4)
-    copy = statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(blocks))
+    copy = statistics.median(median_seconds(lambda: target.copy_(source)) for _ in range(blocks))
     moved = 16 * shape[0] * shape[1]
     small = {"recompute_s": recompute, "interpolate_s": interpolate, "ratio": statistics.median(ratios), "ratios": ratios}
     return {
         "config": experiment.name,
         "scale": experiment.scale,
         "cpu_model": small | {"tokens": int(batch.length.sum())},
-        "paper_tensors": {"interpolate_s": seconds, "bytes": moved, "gb_per_s": moved / seconds / 1e9, "copy_gb_per_s": 2 * COPIED / copy / 1e9},
+        "paper_tensors": {"interpolate_s": between, "bytes": moved, "gb_per_s": moved / between / 1e9, "copy_gb_per_s": 2 * COPIED / copy / 1e9},
         "blocks": blocks,
         "seeds": [0] * blocks,  # every block times the same batch
     }
@@ -280,26 +275,27 @@ def _one_batch(experiment: Experiment) -> Batch:
     return generate(HFSampler(**model, slots=sampling.slots, capacity=sum(lengths.values())), requests, sampling.chunk)
 
 
-def _interpolation(behav: np.ndarray, theta: np.ndarray, version: np.ndarray) -> float:
+def interpolation_seconds(behav: np.ndarray, theta: np.ndarray, version: np.ndarray, device: str = "cpu") -> float:
     """Seconds of the anchor as the loss computes it: staleness, alpha, interpolation."""
+    from nowait.algorithms.proximal import alpha, interpolate, staleness
+    from nowait.workers.models import on
+
+    a, b, v = (on(device, x) for x in (behav, theta, version))
+    newest = int(version.max())
+    return median_seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))), device)
+
+
+def median_seconds(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Median seconds of five calls after a first one."""
+    return statistics.median([seconds(call, device) for _ in range(6)][1:])
+
+
+def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Seconds of one call, until the device has done its work."""
     import torch
 
-    from nowait.algorithms.proximal import alpha, interpolate, staleness
-
-    a, b, v = (torch.from_numpy(x) for x in (behav, theta, version))
-    newest = int(version.max())
-    return _seconds(lambda: interpolate(a, b, alpha(staleness(newest, v))))
-
-
-def _seconds(call, repeats: int = 5) -> float:
-    """Median seconds of a call after a first one."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    wait = torch.get_device_module(device).synchronize
+    return timeit.timeit(lambda: (call(), wait()), wait, number=1)
 
 
 def say(text: str) -> None:

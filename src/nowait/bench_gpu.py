@@ -12,15 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from nowait.batch import LENGTH, Batch, Request, Rollouts, Segments
-from nowait.bench import say, short_training
+from nowait.bench import interpolation_seconds, median_seconds, say, seconds, short_training
 
 METHODS = ("sync", "recompute", "loglinear")
 DTYPE = "bfloat16"
@@ -42,7 +42,6 @@ class Sizes:
     memory: tuple[int, int] = (16, 1024)  # sequences and tokens of the log-probs whose memory is measured
     trained_prompt: int = 512
     trained_response: int = 96
-    eta: int = 1
     steps: int = 3  # counted per method
 
 
@@ -58,11 +57,11 @@ TINY = Sizes(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class FixedPrompts:
     """A task of equally long prompts; rewards are random, so that there is a gradient."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    tokens: int
 
     def size(self, split: str) -> int:
         return 10_000
@@ -105,7 +104,7 @@ def gpu(device: str = "cuda", tiny: bool = False, clock: str = "wall") -> dict:
         except torch.OutOfMemoryError as error:
             raise ValueError(f"bench gpu needs 24 GB of free GPU memory: end what else uses {name}, or add --tiny. {error}") from error
     found["seconds"] = time.perf_counter() - start
-    _print(found)
+    say(pd.json_normalize(found, sep=" ").T.to_string(header=False, float_format="{:.4g}".format))
     return found
 
 
@@ -119,16 +118,14 @@ def _models(sizes: Sizes, folder: Path, device: str) -> dict[str, str]:
     tokenizer = character_tokenizer()
     ids = {"vocab_size": sizes.vocabulary, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    for name, shape, kind in (
-        ("small", sizes.small, AutoModelForCausalLM),
-        ("large", sizes.large, AutoModelForCausalLM),
-        ("reward", sizes.large | {"num_labels": 1}, AutoModelForSequenceClassification),
-    ):
+    policies = {"small": (AutoModelForCausalLM, sizes.small), "large": (AutoModelForCausalLM, sizes.large)}
+    models = policies | {"reward": (AutoModelForSequenceClassification, sizes.large | {"num_labels": 1})}
+    for name, (kind, shape) in models.items():
         with torch.device(device):
             model = kind.from_config(Qwen2Config(**shape, **ids), dtype=torch.bfloat16)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    return {name: str(folder / name) for name in ("small", "large", "reward")}
+    return {name: str(folder / name) for name in models}
 
 
 def _learner(path: str, sizes: Sizes, device: str):
@@ -149,34 +146,12 @@ def _batch(sequences: int, prompt: int, response: int, vocabulary: int) -> Batch
     return rollouts.take(list(range(sequences)), 0)
 
 
-def _seconds(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call, until the device has done its work."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
-
-
-def _median(call: Callable[[], object], device: str) -> float:
-    _seconds(call, device)  # warm-up
-    return statistics.median(_seconds(call, device) for _ in range(REPEATS))
-
-
 def _recompute(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
-    from nowait.algorithms.proximal import alpha, interpolate, staleness
-    from nowait.workers.models import on
-
     batch, found = _batch(sizes.forward, sizes.prompt, sizes.response, sizes.vocabulary), {}
     for name in ("small", "large"):
         learner = _learner(paths[name], sizes, device)
-        theta = on(device, learner.logp(batch))
-        recompute = _median(partial(learner.logp, batch), device)
-        behav, version = on(device, batch.logp_behav), on(device, batch.version)
-        between = _median(lambda: interpolate(behav, theta, alpha(staleness(4, version))), device)  # noqa: B023
+        recompute = median_seconds(partial(learner.logp, batch), device)
+        between = interpolation_seconds(batch.logp_behav, learner.logp(batch), batch.version, device)
         found[name] = {"recompute_s": recompute, "interpolate_s": between, "ratio": recompute / between, "tokens": int(batch.length.sum())}
         del learner
     return found
@@ -199,7 +174,8 @@ def _overlap(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
     sampler.admit(requests), reward.admit(requests)
 
     made = [sampler.decode(sizes.chunk)]  # rounds that the reward model has not read
-    streams = [torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext() for _ in range(2)]
+    module = torch.get_device_module(device)
+    streams = [module.stream(module.Stream()) for _ in range(2)]
 
     def decode() -> None:
         made.append(sampler.decode(sizes.chunk))
@@ -215,8 +191,8 @@ def _overlap(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
     with ThreadPoolExecutor(2) as threads:
         both()  # warm-up, also of the streams' memory
         for _ in range(REPEATS):
-            alone.append((_seconds(decode, device), _seconds(lambda: reward.prefill(made.pop(0)), device)))
-            together.append(_seconds(both, device))
+            alone.append((seconds(decode, device), seconds(lambda: reward.prefill(made.pop(0)), device)))
+            together.append(seconds(both, device))
     gains, ideal = [sum(a) / t for a, t in zip(alone, together, strict=True)], [sum(a) / max(a) for a in alone]
     decoding, reading = (statistics.median(column) for column in zip(*alone, strict=True))
     times = {"decode_s": decoding, "prefill_s": reading, "both_s": statistics.median(together)}
@@ -230,18 +206,18 @@ def _memory(sizes: Sizes, paths: dict[str, str], device: str) -> dict:
     learner.model.requires_grad_(False)  # the gradient of the weights is the optimiser's memory
     batch = _batch(sequences, 1, tokens, sizes.vocabulary)
     states = torch.randn(sequences, 1 + tokens, sizes.small["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
-    found = {"logits_bytes": 4 * sequences * tokens * sizes.vocabulary, "peak_bytes": None}
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = torch.cuda.memory_allocated()
 
     def run() -> None:
         logp, _ = learner._logp(batch, states)
         logp.sum().backward()
 
-    found["seconds"] = _seconds(run, device)
-    return found | ({"peak_bytes": torch.cuda.max_memory_allocated() - before} if device == "cuda" else {})
+    elapsed = seconds(run, device)
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+    return {"logits_bytes": 4 * sequences * tokens * sizes.vocabulary, "peak_bytes": peak, "seconds": elapsed}
 
 
 EXPERIMENT = """
@@ -250,7 +226,7 @@ task: {{name: "nowait.bench_gpu:FixedPrompts", options: {{tokens: {x.trained_pro
 model: {{path: "{path}", dtype: bfloat16, gradient_checkpointing: true}}
 sampler: {{slots: {x.sequences}, chunk: 32, max_prompt_tokens: {x.trained_prompt}, max_new_tokens: {x.trained_response}}}
 learner: {{lr: 1.0e-6, minibatches: 2}}
-schedule: {{batch_size: {batch}, group_size: 4, max_staleness: {x.eta}}}
+schedule: {{batch_size: {batch}, group_size: 4, max_staleness: 1}}
 runtime: {{gpus: {gpus}}}
 """
 
@@ -260,29 +236,10 @@ def _steps(clock: str, sizes: Sizes, paths: dict[str, str], device: str) -> dict
 
     file, gpus = Path(paths["small"]) / "bench.yaml", "{a: [0], b: [0]}" if device == "cuda" else "{}"
     file.write_text(EXPERIMENT.format(x=sizes, path=paths["small"], batch=sizes.sequences // 4, gpus=gpus))
-    seconds, skipped = {}, sizes.eta + 2
+    times, skipped = {}, 3  # the limit of staleness, and two
     for method in METHODS:
         rows, _ = short_training(load(file, method=method), clock, skipped + sizes.steps, 0)
-        seconds[method] = statistics.median(row["time/step"] for row in rows[skipped:])
-        say(f"{method}: {seconds[method]:.3f} s per step")
-    ours = seconds["loglinear"]
-    return {"seconds": seconds, "speedup_over_sync": seconds["sync"] / ours, "speedup_over_recompute": seconds["recompute"] / ours, "clock": clock}
-
-
-def _print(found: dict) -> None:
-    """One table on stderr."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("what", "measured", title=f"{found['device']}, torch {found['torch']}{', tiny shapes' if found['tiny'] else ''}")
-    for name, row in found["recompute"].items():
-        table.add_row(f"proximal policy, {name} model", f"recompute {row['recompute_s']:.4f} s, interpolate {row['interpolate_s']:.6f} s")
-    o, m, s = found["overlap"], found["memory"], found["steps"]
-    table.add_row("decode beside reward prefill", f"{o['decode_s']:.3f} s and {o['prefill_s']:.3f} s, together {o['both_s']:.3f} s")
-    table.add_row("gain of overlap", f"{o['gain']:.2f} (ideal {o['ideal']:.2f})")
-    peak = "not measured on a CPU" if m["peak_bytes"] is None else f"{m['peak_bytes'] / 1e9:.2f} GB"
-    table.add_row("memory of log-probs", f"{peak}; all logits at once: {m['logits_bytes'] / 1e9:.2f} GB")
-    for method, seconds in s["seconds"].items():
-        table.add_row(f"training step, {method}", f"{seconds:.3f} s")
-    table.add_row("gain of A-3PO", f"{s['speedup_over_sync']:.2f} over sync, {s['speedup_over_recompute']:.2f} over recompute")
-    Console(stderr=True).print(table)
+        times[method] = statistics.median(row["time/step"] for row in rows[skipped:])
+        say(f"{method}: {times[method]:.3f} s per step")
+    gains = {f"speedup_over_{method}": times[method] / times["loglinear"] for method in METHODS[:-1]}
+    return {"seconds": times, **gains, "clock": clock}

@@ -52,12 +52,10 @@ class RunResult:
     @functools.cached_property
     def evaluations(self) -> pd.DataFrame:
         """Columns step, set, row (the prompt), reward (mean over its samples)."""
-        last: dict[tuple[int, str], list] = {}
-        file = self.path / "evaluations.jsonl"  # missing where nothing was evaluated
-        for record in read_lines(file) if file.exists() else []:
-            last[record["step"], record["set"]] = record["rewards"]
-        frames = [pd.DataFrame({"step": s, "set": n, "row": range(len(r)), "reward": r}) for (s, n), r in sorted(last.items())]
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["step", "set", "row", "reward"])
+        file, keys = self.path / "evaluations.jsonl", ["step", "set"]  # missing where nothing was evaluated
+        records = pd.DataFrame(read_lines(file) if file.exists() else [], columns=[*keys, "rewards"])
+        rows = records.drop_duplicates(keys, keep="last").sort_values(keys).explode("rewards", ignore_index=True)
+        return rows[keys].assign(row=rows.groupby(keys).cumcount(), reward=rows["rewards"].astype(float))
 
     @functools.cached_property
     def timeline(self) -> Timeline:

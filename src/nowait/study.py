@@ -169,14 +169,13 @@ def staleness(several: Iterable[Results] = (), benches: Iterable[dict] = ()) -> 
         key, each = (tables.setup(result[method][0].manifest["name"]), method), result[method]
         counts[key] = bench.added(c for run in each for c in run.metrics["stale/hist"].dropna())
         if "loglinear" in result:
-            same[key] = {"same requests": _same_requests(each, result["loglinear"])}
-    shares = {
-        key: {"mean d": sum(d * n for d, n in enumerate(c)) / sum(c), **same.get(key, {}), **{f"d = {d}": n / sum(c) for d, n in enumerate(c)}}
-        for key, c in counts.items()
-    }
-    found = pd.DataFrame(shares).T
-    ages = [name for name in found if name.startswith("d = ")]
-    found[ages] = found[ages].fillna(0.0)
+            same[key] = _same_requests(each, result["loglinear"])
+    tokens = pd.DataFrame({key: pd.Series(c) for key, c in counts.items()}).T.fillna(0)
+    shares = tokens.div(tokens.sum(axis=1), axis=0)
+    found = shares.add_prefix("d = ")
+    found.insert(0, "mean d", shares @ shares.columns)
+    if same:
+        found.insert(1, "same requests", pd.Series(same))
     return found.round(3)
 
 

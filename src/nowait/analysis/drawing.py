@@ -1,7 +1,6 @@
 """How measured and published curves look, whatever the figure: one style, one look per method, single seeds or a band."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.style
@@ -18,18 +17,8 @@ BAND_SEEDS = 5  # from this many seeds on an interval is drawn instead of the si
 CROWDED = 4  # more methods than these, and fewer seeds show as the range from the lowest to the highest
 LOOK = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))  # of a method: label, colour, marker, line
 OWN = ["#555555", "#332288", "#117733", "#882255", "#44AA99", "#999933", "#661100"]  # of methods that it does not know
-STYLE = ["default", Path(__file__).with_name("nowait.mplstyle")]
-
-
-def styled(plot: Callable) -> Callable:
-    """Draw, or save, in our style whatever the user's own settings are."""
-
-    @functools.wraps(plot)
-    def drawn(*args, **kwargs):
-        with matplotlib.style.context(STYLE):
-            return plot(*args, **kwargs)
-
-    return drawn
+# a decorator of what draws, or saves: in our style whatever the user's own settings are
+styled = matplotlib.style.context(["default", Path(__file__).with_name("nowait.mplstyle")])
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options) -> tuple[Figure, np.ndarray]:

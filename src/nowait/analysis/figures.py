@@ -58,12 +58,9 @@ def importance_weight(frame: pd.DataFrame, extreme: str) -> Figure:
 def proximal_seconds(frame: pd.DataFrame) -> Figure:
     """Seconds to obtain log pi_prox: forward pass against interpolation (columns as of `tables.proximal_seconds` and `simulated.forward_beside`)."""
     figure, ((top,), (middle,), (bottom,)) = panels(3, 1, 7, 8, sharex=True, height_ratios=[4, 2, 5])
-    facts, place = published.load("a3po")["figures"]["proximal_seconds"], {}
-    for setup in ("setup1", "setup2"):
-        for method in ("recompute", "loglinear"):
-            value = facts[setup][method]
-            place[f"{spaced(setup)}: {method}"] = (method, value.get("typical", value.get("mean")), value.get("range"))
-    _dots(top, place)
+    facts = published.load("a3po")["figures"]["proximal_seconds"]
+    known = {f"{spaced(setup)}: {method}": (method, value) for setup in ("setup1", "setup2") for method, value in facts[setup].items()}
+    _dots(top, {name: (method, value.get("typical", value.get("mean")), value.get("range")) for name, (method, value) in known.items()})
     top.set_title("published (digitised), seconds per step\nloglinear: the timer of an early return")
     rows = sorted(frame.itertuples(), key=lambda row: row.setup == "-")  # tensors of no setup last
     named = {f"{row.tensors if row.setup == '-' else spaced(row.setup)}: {row.method}": row for row in rows}

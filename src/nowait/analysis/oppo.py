@@ -9,6 +9,7 @@ import pandas as pd
 from nowait import published
 from nowait.analysis.statistics import decided, standard_error
 from nowait.analysis.tables import each, head_of, quality_rows, rounded, setup
+from nowait.bench import added
 from nowait.schedules.overcommit import OvercommitController
 
 WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
@@ -22,7 +23,7 @@ WORK = {  # call of a worker: its name and colour in charts, colour-blind safe
 STAGES = {"generate": "time/generate", "reward": "time/reward", "reference": "time/ref", "forward": "time/prox_forward", "update": "time/train"}
 SHARES = {"generation": ["generate"], "scoring": ["reward", "reference"], "training": ["forward", "update"]}
 TARGET_SHARE, SMOOTHED = 0.9, 10  # of the rise of the sequential run's reward, averaged over so many steps
-PUBLISHED = {"sequential": "trl", "intra": "intra", "inter": "inter", "both": "both"}  # names in the published tables
+TRL = {"trl": "sequential", "oppo": "both", "intra": "intra", "inter": "inter", "both": "both"}  # published name: method
 
 
 def calls(results: dict[str, list], steps: range) -> pd.DataFrame:
@@ -54,9 +55,8 @@ def per_run(results: dict[str, list]) -> pd.DataFrame:
         steps, target = _steps(run), targets[head["seed"]]
         found = {name: steps[column].mean() if column in steps else 0.0 for name, column in means.items()}
         found |= {"last_reward": steps["rollout/reward_mean"].tail(SMOOTHED).mean(), "target": target}
-        reached = steps[_smooth(steps) >= target].head(1)
-        when = {name: reached[column].iloc[0] if len(reached) else np.nan for name, column in (("step", "step"), ("seconds", "time/elapsed"))}
-        rows.append({**head, **found, **{f"target_{name}": value for name, value in when.items()}})
+        reached = steps[_smooth(steps) >= target]  # the first of them is when; no step, NaN
+        rows.append({**head, **found, "target_step": reached["step"].min(), "target_seconds": reached["time/elapsed"].min()})
     return rounded(pd.DataFrame(rows))
 
 
@@ -76,13 +76,13 @@ def _target(run) -> float:
 def speedups(frame: pd.DataFrame) -> pd.DataFrame:
     """From `per_run`: each method against the sequential run of the same seed, means and standard errors over seeds, published values beside."""
     facts, rows = published.load("oppo")["tables"], []
-    for (task, method), group in frame.groupby(["setup", "method"], sort=False):
-        base = frame[(frame["setup"] == task) & (frame["method"] == "sequential")].set_index("seed")
-        own, minutes = group.set_index("seed"), facts["ablation_minutes"].get(task, {})
+    groups = {key: group.set_index("seed") for key, group in frame.groupby(["setup", "method"], sort=False)}
+    for (task, method), own in groups.items():
+        base = groups[task, "sequential"]
+        minutes, busy = (_by_method(facts[name], task) for name in ("ablation_minutes", "gpu_utilisation_pct"))
         row = {"setup": task, "method": method, "scale": own["scale"].iloc[0], "clock": own["clock"].iloc[0], "seeds": len(own)}
-        row["published_minutes"] = minutes.get(PUBLISHED.get(method), np.nan)
-        row["published_utilisation"] = facts["gpu_utilisation_pct"].get(task, {}).get({"sequential": "trl", "both": "oppo"}.get(method))
-        row["published_speedup"] = minutes.get("trl", np.nan) / row["published_minutes"]
+        row |= {"published_minutes": minutes.get(method, np.nan), "published_utilisation": busy.get(method)}
+        row["published_speedup"] = minutes.get("sequential", np.nan) / row["published_minutes"]
         row["published_main_speedup"] = facts["minutes_to_target"].get(task, {}).get("speedup") if method == "both" else np.nan
         ratios = {"speedup": base["seconds_per_step"] / own["seconds_per_step"], "target_speedup": base["target_seconds"] / own["target_seconds"]}
         ratios |= {f"{name}_gain": own[name] / base[name] for name in ("utilisation", "occupancy")}
@@ -92,6 +92,10 @@ def speedups(frame: pd.DataFrame) -> pd.DataFrame:
             row |= {name: ratio.mean(skipna=False), f"{name}_se": ratio.sem(skipna=False)}
         rows.append(row)
     return rounded(pd.DataFrame(rows))
+
+
+def _by_method(table: dict, task: str) -> dict[str, float]:
+    return {TRL[name]: value for name, value in table.get(task, {}).items() if name in TRL}
 
 
 def bench_rows(bench: dict) -> pd.DataFrame:
@@ -148,8 +152,7 @@ def deferral_shares(results: dict[str, list]) -> pd.DataFrame:
 
 def counted_deferrals(metrics: pd.DataFrame) -> pd.DataFrame:
     """Of the metrics of some training steps: share of the trained requests by number of deferrals, and the mean Δ / B."""
-    counts = metrics["overlap/deferrals"].tolist()
-    total = np.sum([np.pad(c, (0, max(map(len, counts)) - len(c))) for c in counts], 0)
+    total = np.array(added(metrics["overlap/deferrals"]))
     frame = pd.DataFrame({"deferrals": range(len(total)), "share": total / total.sum(), "requests": total.sum()})
     return rounded(frame.assign(delta_over_b=metrics["overlap/delta_over_b"].mean()))
 

@@ -17,10 +17,9 @@ from nowait.analysis.tables import markdown
 
 def timeline(frame: pd.DataFrame) -> Figure:
     """Gantt chart of a few steps, one panel per method on one time axis; a dotted line ends each training step."""
-    methods = list(frame["method"].unique())
+    methods = frame.groupby("method", sort=False)
     figure, axes = panels(len(methods), 1, 10, 1.2 + 1.6 * len(methods), sharex=True)
-    for ax, method in zip(axes[:, 0], methods, strict=True):
-        part = frame[frame["method"] == method]
+    for ax, (method, part) in zip(axes[:, 0], methods, strict=True):
         devices = sorted(part["device"].unique())
         colours = [WORK[work][1] for work in zip(part["worker"], part["call"], strict=True)]
         rows = part["device"].map(devices.index)
@@ -181,10 +180,9 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
 def deferrals(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """Share of the trained requests by the number of updates that they were carried over; columns as of `deferral_shares`."""
     figure, ((ax,),) = panels(1, 1, 9, 3.6)
-    methods = list(frame["method"].unique())
+    methods = frame[frame["share"] >= 5e-4].groupby("method", sort=False)
     width = 0.8 / len(methods)
-    for i, method in enumerate(methods):
-        part = frame[(frame["method"] == method) & (frame["share"] >= 5e-4)]
+    for i, (method, part) in enumerate(methods):
         bars = ax.bar(part["deferrals"] + (i - (len(methods) - 1) / 2) * width, 100 * part["share"], width)
         bars.set_label(f"{method}, mean Δ/B = {part['delta_over_b'].iloc[0]:.2f}")
         ax.bar_label(bars, [f"{100 * share:.3g}" for share in part["share"]], fontsize=8)

@@ -4,8 +4,8 @@ Published: by entry id, with data sheets alone and calibrated, fitted or predict
 method of a bench, the other methods' seconds per step predicted.
 """
 
-import functools
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,6 @@ from nowait.workers.simulated import Lengths
 
 SETUPS = {"a3po": ("setup1", "setup2"), "oppo": ("stackexchange_7b", "stackexchange_3b", "gsm8k_7b", "opencoder_3b", "two_nodes")}
 FITTED_TASK = "stackexchange_7b"  # of OPPO; its factor serves all tasks
-TRL = {"trl": "sequential", "oppo": "both", "intra": "intra", "inter": "inter", "both": "both"}  # published name: method
 LENGTHS = {  # assumptions that nothing published decides, and by how much they are changed: key, factor
     "responses 30 % shorter": ("lengths.median", 0.7),
     "responses 40 % longer": ("lengths.median", 1.4),
@@ -81,11 +80,9 @@ def shares_beside(frame: pd.DataFrame) -> pd.DataFrame:
 
 def metrics(config: str, variants: dict[str, list[str]], steps: int) -> pd.DataFrame:
     """Metrics of every training step of OPPO simulated at the paper's scale with the overrides of each variant, under its name as `method`."""
-    parts = []
-    for name, overrides in variants.items():
-        rows = simulate(*load(config, "both", overrides), steps).rows
-        parts.append(pd.DataFrame(rows).assign(setup=tables.setup(config), method=name, step=range(1, steps + 1)))
-    return pd.concat(parts, ignore_index=True)
+    found = {name: pd.DataFrame(simulate(*load(config, "both", overrides), steps).rows) for name, overrides in variants.items()}
+    head = {"setup": tables.setup(config), "step": range(1, steps + 1)}
+    return pd.concat([rows.assign(method=name, **head) for name, rows in found.items()], ignore_index=True)
 
 
 def saving(frame: pd.DataFrame) -> pd.DataFrame:
@@ -107,24 +104,22 @@ def _fitted(entry: str) -> bool:
 
 def _numbers(paper: str, steps: int, key: str = "", factor: float = 1.0, calibration: Calibration | None = None) -> dict[str, float]:
     """{entry id: simulated value}; with one assumption changed by a factor, and for OPPO calibrated anew."""
+    if key and paper == "oppo":
+        calibration = fit(f"oppo/{FITTED_TASK}", _changed(f"oppo/{FITTED_TASK}", key, factor))
+    overrides = [f"calibration.{name}={value}" for name, value in calibration] if calibration else []
     found: dict[str, float] = {}
     for setup in SETUPS[paper]:
         config = f"{paper}/{setup}"
-        used = calibration or (_fit(f"oppo/{FITTED_TASK}", key, factor) if key and paper == "oppo" else None)
-        overrides = [f"calibration.{name}={value}" for name, value in used.model_dump().items()] if used else []
         methods = compare(config, [*_changed(config, key, factor), *overrides], steps)
         found |= _a3po(setup, methods) if paper == "a3po" else _oppo(setup, methods)
     return found
 
 
-@functools.cache
-def _fit(config: str, key: str, factor: float) -> Calibration:
-    return fit(config, _changed(config, key, factor))
-
-
 def _changed(config: str, key: str, factor: float) -> list[str]:
-    value = functools.reduce(getattr, key.split("."), assumptions(config)) if key else None
-    return [f"{key}={type(value)(value * factor)}"] if key else []
+    if not key:
+        return []
+    value = attrgetter(key)(assumptions(config))
+    return [f"{key}={type(value)(value * factor)}"]
 
 
 def _a3po(setup: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -138,11 +133,11 @@ def _a3po(setup: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def _oppo(task: str, methods: dict[str, dict[str, float]]) -> dict[str, float]:
-    seconds = {name: methods[method]["seconds_per_step"] for name, method in TRL.items()}
+    seconds = {name: methods[method]["seconds_per_step"] for name, method in oppo.TRL.items()}
     if task == "two_nodes":
         named = {f"tables.two_nodes_seconds_per_step.{name}": seconds[name] for name in ("trl", "oppo")}
         return named | {"tables.two_nodes_seconds_per_step.speedup": seconds["trl"] / seconds["oppo"]}
-    busy = {name: 100 * methods[TRL[name]]["busy_frac"] for name in ("trl", "oppo")}
+    busy = {name: 100 * methods[oppo.TRL[name]]["busy_frac"] for name in ("trl", "oppo")}
     named = {f"tables.gpu_utilisation_pct.{task}.{name}": value for name, value in busy.items()}
     named |= {f"tables.gpu_utilisation_pct.{task}.gain": busy["oppo"] / busy["trl"]}
     named |= {f"tables.minutes_to_target.{task}.speedup": seconds["trl"] / seconds["oppo"]}
@@ -185,12 +180,10 @@ def predicted(experiments: dict[str, Experiment], seconds: dict[str, dict[str, f
     calibrated = assumed.model_copy(update={"calibration": Calibration(**factors)})
     rows = []
     for method, experiment in experiments.items():
-        found = _summary(experiment, calibrated, steps)["seconds_per_step"]
-        step = seconds[method]["step"]
+        found, step = _summary(experiment, calibrated, steps)["seconds_per_step"], seconds[method]["step"]
         error, role = found / step - 1, "fitted" if method == name else "predicted"
-        rows.append(
-            (tables.setup(experiment.name), method, step, found, role, error, f"within {100 * MARGIN:.0f} %" if abs(error) <= MARGIN else "misses")
-        )
+        verdict = f"within {100 * MARGIN:.0f} %" if abs(error) <= MARGIN else "misses"
+        rows.append((tables.setup(experiment.name), method, step, found, role, error, verdict))
     return pd.DataFrame(rows, columns=["setup", "method", "measured_s", "simulated_s", "role", "error", "verdict"])
 
 

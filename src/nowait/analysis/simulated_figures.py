@@ -44,13 +44,12 @@ def speedups(frame: pd.DataFrame) -> Figure:
 
 def here(frame: pd.DataFrame) -> Figure:
     """Simulated over measured seconds per step, a panel per setup, with the band that was asked for."""
-    setups, counts = list(frame["setup"].unique()), frame.groupby("setup", sort=False).size()
-    figure, axes = panels(len(setups), 1, 7, 0.8 + 0.7 * len(setups) + 0.3 * len(frame), sharex=True, height_ratios=counts + 1)
-    for ax, setup in zip(axes[:, 0], setups, strict=True):
-        own = frame[frame["setup"] == setup].reset_index(drop=True)
+    setups = frame.groupby("setup", sort=False)
+    figure, axes = panels(len(setups), 1, 7, 0.8 + 0.7 * len(setups) + 0.3 * len(frame), sharex=True, height_ratios=setups.size() + 1)
+    for ax, (setup, own) in zip(axes[:, 0], setups, strict=True):
         ax.axvspan(1 - MARGIN, 1 + MARGIN, color="#999999", alpha=0.25)
-        for i, row in own.iterrows():
-            curve(ax, [1 + row["error"]], [i], row["method"], linestyle="", fillstyle="none" if row["role"] == "fitted" else "full", markersize=9)
+        for i, row in enumerate(own.itertuples()):
+            curve(ax, [1 + row.error], [i], row.method, linestyle="", fillstyle="none" if row.role == "fitted" else "full", markersize=9)
         ax.axvline(1, color="#555555", linewidth=1)
         ax.set_yticks(range(len(own)), [look(method)[0] for method in own["method"]])
         ax.set(ylim=(len(own) - 0.4, -0.6), title=f"{spaced(setup)}, {note(own)}")

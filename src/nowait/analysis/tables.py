@@ -159,17 +159,8 @@ def grid(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def training_time_markdown(frame: pd.DataFrame) -> str:
-    scale, clock, blocks = frame[["scale", "clock", "blocks"]].iloc[0]
-    how = "medians over interleaved blocks" if blocks > 1 else "one pass over the methods, which shows no spread"
-    note = (
-        "Published hours include evaluations; the speed-ups that the paper names are against synchronous training. "
-        f"Measured: {scale} scale, clock = {clock}, {how}, so columns do not divide exactly. 1 + f/u, of recompute's own forward pass and update, "
-        "bounds what a method with equal updates can gain by not running the pass, up to the noise of both; reuse makes fewer updates. "
-        "Overlap efficiency is the work of the busiest device by itself over elapsed time (asked: at least 0.92 on the measured clock, "
-        "0.85 on the wall clock)."
-    )
     balances = map(_balance, frame[frame["method"] == "loglinear"].to_dict("records"))
-    return markdown(frame, "training_time") + "".join(f"\n{text}\n" for text in (note, *balances))
+    return markdown(frame, "training_time") + "".join(f"\n{text}\n" for text in balances)
 
 
 def _balance(row: dict) -> str:
@@ -192,7 +183,9 @@ def benchmarks_markdown(frame: pd.DataFrame) -> str:
 
 
 def _covered(frame: pd.DataFrame) -> str:
-    """What the standard errors of a table of rewards stand for."""
+    """What the numbers of a bench, or the standard errors of rewards, are over."""
+    if "blocks" in frame:
+        return "medians over interleaved blocks" if frame["blocks"].iloc[0] > 1 else "one pass over the methods, which shows no spread"
     alone = "seeds" in frame and frame["seeds"].min() == 1
     return "± s.e. is over prompts" + (" only: one seed says nothing about others" if alone else " and seeds")
 

@@ -13,6 +13,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 
 class Deadlock(RuntimeError):
@@ -28,19 +29,6 @@ class _Timer(asyncio.TimerHandle):
         return (self._when, self.number) < (other._when, other.number)
 
 
-class _JumpingSelector:
-    """Stands where an event loop waits for input and output; here waiting means moving the clock."""
-
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> list:
-        self._loop.jump(timeout)
-        return []
-
-    def close(self) -> None: ...
-
-
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """`time()` is virtual seconds, from `start` on. Raises `Deadlock` when nothing is ready and no timer is set."""
 
@@ -49,12 +37,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._now = start
         self._clock_resolution = math.ulp(start)  # a timer is due at its own instant and not before
         self._numbers = itertools.count()
-        self._selector = _JumpingSelector(self)
+        self._selector = SimpleNamespace(select=self._jump)  # an event loop waits there for input and output; here, waiting moves the clock
 
     def time(self) -> float:
         return self._now
 
-    def jump(self, timeout: float | None) -> None:
+    def _jump(self, timeout: float | None) -> None:
         """Move to the next timer; called when the loop would wait for `timeout` seconds."""
         if timeout is None:
             raise Deadlock(f"schedule deadlocked at t = {self._now:g}: {self._waiting()}")

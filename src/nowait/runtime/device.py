@@ -97,17 +97,15 @@ def _stopwatch(worker: object) -> Callable[[], float]:
 
 
 class InlineExecutor:
-    """Calls run here and now. `through_pickle` copies arguments and results as a process boundary would (for tests)."""
+    """Calls run here and now."""
 
-    def __init__(self, through_pickle: bool = False) -> None:
-        self._host, self._copied = _Host(), through_pickle
+    def __init__(self) -> None:
+        self._host = _Host()
 
     def submit(self, action: str, *args) -> Future:
         future: Future = Future()
         try:
-            args = pickle.loads(pickle.dumps(args)) if self._copied else args
-            result = getattr(self._host, action)(*args)
-            future.set_result(pickle.loads(pickle.dumps(result)) if self._copied else result)
+            future.set_result(getattr(self._host, action)(*args))
         except Exception as error:
             future.set_exception(error)
         return future

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import threading
 from contextlib import suppress
-from types import ModuleType
 
 PERIOD = 0.5  # seconds; the driver's counter covers a sixth of a second to one second
 
@@ -17,8 +15,8 @@ class GpuSampler:
     def __init__(self, active: bool, period: float = PERIOD) -> None:
         self._samples: list[float] = []
         self._stopped = threading.Event()
-        if active and (library := _nvml()):
-            threading.Thread(target=self._sample, args=(library, period), name="gpu", daemon=True).start()
+        if active:
+            threading.Thread(target=self._sample, args=(period,), name="gpu", daemon=True).start()
 
     def take(self) -> dict[str, float]:
         """Mean over all GPUs since the last call, as a metric; empty without samples."""
@@ -28,17 +26,11 @@ class GpuSampler:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _sample(self, library: ModuleType, period: float) -> None:
-        with suppress(Exception):  # some GPUs, or parts of one, have no such counter
-            handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+    def _sample(self, period: float) -> None:
+        with suppress(Exception):  # of its own for each: no library, no driver, no GPU, or one that has no such counter
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             while handles and not self._stopped.wait(period):
-                self._samples.append(statistics.fmean(library.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / 100)
-
-
-def _nvml() -> ModuleType | None:
-    try:
-        library = importlib.import_module("pynvml")
-        library.nvmlInit()
-    except Exception:  # no library, no driver, no GPU: each raises an error of its own
-        return None
-    return library
+                self._samples.append(statistics.fmean(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / 100)

@@ -6,33 +6,40 @@ Strict order: every token has staleness d <= eta at every update, for which a tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from nowait.batch import Rollouts
+from nowait.batch import Batch
 from nowait.config import Experiment
-from nowait.schedules.common import Crew, StepRecord, Stopwatch, describe, due, evaluate, learn, max_in_flight
+from nowait.schedules.common import Crew, Schedule, max_in_flight, train
 from nowait.schedules.staleness import StalenessGate, strict_batch
 
 
-class _Run:
-    """What the two loops share."""
-
+class _Asynchronous(Schedule):
     def __init__(self, crew: Crew, experiment: Experiment) -> None:
-        self.crew, self.experiment, self.plan = crew, experiment, experiment.schedule
+        super().__init__(crew, experiment)
         self.gate = StalenessGate(self.plan.batch_size, self.plan.max_staleness, max_in_flight(experiment))
-        self.rollouts = Rollouts(self.plan.group_size)
+        self.parts["gate"] = self.gate
         self.finished: list[int] = []  # complete requests in the order of their completion
-        self.loaded = -1  # version of the sampler's weights
         self.changed = asyncio.Event()
         self.hold = self.parked = False
-        self.rollout: asyncio.Task | None = None
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
+    def start(self) -> None:
+        self.tasks = [asyncio.create_task(self.roll_out(), name="rollout")]
+        self.tasks[0].add_done_callback(lambda _: self.changed.set())
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """The condition's value as soon as it counts as true. Raises the rollout loop's error as soon as that has failed."""
+        while True:
+            if self.tasks[0].done():
+                self.tasks[0].result()
+            if value := condition():
+                return value
             self.changed.clear()
             await self.changed.wait()
 
-    async def rollout_loop(self) -> None:
+    async def roll_out(self) -> None:
         sampler, scorer = self.crew.samplers[0], self.crew.scorer
         while True:
             if self.hold:
@@ -57,10 +64,13 @@ class _Run:
             self.finished += done
             self.changed.set()
 
-    async def load_newest(self) -> None:
-        if (weights := self.crew.weights).version != self.loaded:
-            await self.crew.load(self.crew.samplers[0])
-            self.loaded = weights.version
+    async def step(self, step: int) -> tuple[Batch, dict[str, float], dict[str, Any]]:
+        ids = await self.until(lambda: self.batch(step))
+        taken = set(ids)
+        self.finished = [r for r in self.finished if r not in taken]
+        batch, stats = await self.learn(ids, step)
+        self.changed.set()
+        return batch, stats, {}
 
     def batch(self, step: int) -> list[int] | None:
         """Requests of training step `step`, or None while they are not complete."""
@@ -69,78 +79,22 @@ class _Run:
             return sorted(self.finished[:size]) if len(self.finished) >= size else None
         return strict_batch(step, self.rollouts.oldest, self.finished, size, self.plan.max_staleness)
 
-    async def next_batch(self, step: int) -> list[int]:
-        """Waits for the batch or for the rollout loop's failure, and raises the latter's error."""
-        ids = None
-
-        def ready() -> bool:
-            nonlocal ids
-            ids = self.batch(step)
-            return ids is not None or self.rollout.done()
-
-        await self.until(ready)
-        if self.rollout.done():
-            self.rollout.result()
-            raise RuntimeError(f"step {step}: the rollout loop ended early")
-        taken = set(ids)
-        self.finished = [r for r in self.finished if r not in taken]
-        return ids
-
     async def barrier(self) -> None:
-        """Park the rollout loop at a round boundary, with the newest weights loaded and the actor's cache void."""
+        """Park the rollout loop at a round boundary, with the newest weights loaded and the sampler's cache void."""
         self.hold = True
-        await self.until(lambda: self.parked or self.rollout.done())
-        if self.rollout.done():
-            self.rollout.result()
+        await self.until(lambda: self.parked)
         await self.load_newest()
 
     def release(self) -> None:
         self.hold = False
         self.changed.set()
 
-    async def get_state(self, step: int, elapsed: float) -> dict:
-        sampler, scorer = await self.crew.samplers[0]("get_state"), await self.crew.scorer("get_state")
-        own = {"step": step, "elapsed": elapsed, "finished": list(self.finished), "gate": self.gate.get_state()}
-        learner = await self.crew.learners[0]("get_state")
-        requests = {"rollouts": self.rollouts.get_state(), "prompts": self.crew.prompts.get_state()}
-        return {**own, **requests, "sampler": sampler, "scorer": scorer, "learner": learner}
+    async def get_state(self) -> dict[str, Any]:
+        return await super().get_state() | {"finished": list(self.finished)}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
         self.finished = list(state["finished"])
-        self.gate.set_state(state["gate"])
-        self.rollouts.set_state(state["rollouts"])
-        self.loaded = state["step"]
 
 
-async def asynchronous(crew: Crew, experiment: Experiment, state: dict | None = None) -> AsyncIterator[StepRecord]:
-    """One record per training step; `state` is that of a checkpoint's record, whose workers have been restored."""
-    run, plan, start = _Run(crew, experiment), experiment.schedule, state["step"] if state else 0
-    crew.weights = await crew.learners[0]("publish")
-    if state:
-        run.set_state(state)
-    elif plan.eval_every:
-        yield StepRecord(0, *await evaluate(crew, True))
-    run.rollout = asyncio.create_task(run.rollout_loop(), name="rollout")
-    run.rollout.add_done_callback(lambda _: run.changed.set())
-    watch = Stopwatch(state["elapsed"] if state else 0.0)
-    try:
-        for step in range(start, plan.steps):
-            crew.timeline.step = step
-            batch, stats = await learn(crew, run.rollouts, await run.next_batch(step), step, experiment.algorithm.anchor)
-            run.changed.set()
-            evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
-            if evaluation or checkpoint:
-                await run.barrier()  # inside the step's time, since the sampler goes on working
-            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens))
-            if evaluation:
-                more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
-                record.metrics |= more
-            if checkpoint:
-                record.state = await run.get_state(step + 1, watch.elapsed)
-            if evaluation or checkpoint:
-                run.release()
-                watch.restart()
-            yield record
-    finally:
-        run.rollout.cancel()
-        await asyncio.gather(run.rollout, return_exceptions=True)
+asynchronous = partial(train, _Asynchronous)

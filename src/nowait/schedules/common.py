@@ -1,10 +1,11 @@
-"""What every schedule shares: the workers it calls, one training step, evaluation, and the record of a step."""
+"""What every schedule shares: the workers it calls, the training loop, evaluation, and the record of a step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,11 +85,90 @@ class Stopwatch:
         return start, self.since
 
 
-async def learn(crew: Crew, rollouts: Rollouts, ids: list[int], step: int, anchor: str) -> tuple[Batch, dict[str, float]]:
-    """Score complete requests that the scorer has read, and train on them."""
-    batch = rollouts.take(ids, step)
-    grade(batch, await crew.scorer("finish", ids))
-    return batch, await fit(crew, batch, await proximal(crew, batch, anchor))
+class Schedule:
+    """What one kind of training does in a step of `train`, and its state. This base has nothing that goes on beside the steps."""
+
+    def __init__(self, crew: Crew, experiment: Experiment) -> None:
+        self.crew, self.experiment, self.plan = crew, experiment, experiment.schedule
+        self.rollouts = Rollouts(self.plan.group_size)
+        self.parts: dict[str, Any] = {"rollouts": self.rollouts}  # whose state a checkpoint holds
+        self.tasks: list[asyncio.Task] = []  # that go on beside the steps
+        self.loaded = -1  # version of the first sampler's weights
+
+    def start(self) -> None:
+        """Begin what goes on beside the steps."""
+
+    async def step(self, step: int) -> tuple[Batch, dict[str, float], dict[str, Any]]:
+        """Train once; returns batch, the learner's statistics and the metrics of this schedule alone."""
+        raise NotImplementedError
+
+    async def learn(self, ids: list[int], step: int) -> tuple[Batch, dict[str, float]]:
+        """Score complete requests that the scorer has read, and train on them."""
+        batch = self.rollouts.take(ids, step)
+        grade(batch, await self.crew.scorer("finish", ids))
+        return batch, await fit(self.crew, batch, await proximal(self.crew, batch, self.experiment.algorithm.anchor))
+
+    async def barrier(self) -> None:
+        """Let all come to rest where evaluation and checkpoint find the newest weights loaded and the sampler's cache void."""
+
+    def release(self) -> None:
+        """What the barrier has stopped goes on."""
+
+    async def load_newest(self) -> None:
+        if (version := self.crew.weights.version) != self.loaded:
+            await self.crew.load(self.crew.samplers[0])
+            self.loaded = version
+
+    async def get_state(self) -> dict[str, Any]:
+        """After a barrier: everything needed to go on, beside step and time."""
+        crew, parts = self.crew, self.parts | {"prompts": self.crew.prompts}
+        workers = {"sampler": crew.samplers[0], "scorer": crew.scorer, "learner": crew.learners[0], "reference": crew.reference}
+        own = {name: part.get_state() for name, part in parts.items()}
+        return own | {name: await call("get_state") for name, call in workers.items() if call}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Of this schedule's own parts; workers and prompts have been restored."""
+        self.loaded = state["step"]
+        for name, part in self.parts.items():
+            part.set_state(state[name])
+
+
+async def train(kind: type[Schedule], crew: Crew, experiment: Experiment, state: dict[str, Any] | None = None) -> AsyncIterator[StepRecord]:
+    """One record per training step; `state` is that of a checkpoint's record, whose workers have been restored."""
+    plan, start = experiment.schedule, state["step"] if state else 0
+    crew.weights = await crew.learners[0]("publish")
+    schedule = kind(crew, experiment)
+    if state:
+        schedule.set_state(state)
+    elif plan.eval_every:
+        yield StepRecord(0, *await evaluate(crew, True))
+    schedule.start()
+    watch = Stopwatch(state["elapsed"] if state else 0.0)
+    try:
+        for step in range(start, plan.steps):
+            crew.timeline.step = step
+            batch, stats, metrics = await schedule.step(step)
+            evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
+            if evaluation or checkpoint:
+                await schedule.barrier()  # inside the step's time, since it is work of the training
+            window, buffered = watch.lap(), schedule.rollouts.tokens
+            record = StepRecord(step + 1, describe(crew, batch, stats, window, watch.elapsed, buffered) | metrics)
+            if evaluation:
+                more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
+                record.metrics |= more
+            if checkpoint:
+                record.state = await schedule.get_state() | {"step": step + 1, "elapsed": watch.elapsed}
+            if evaluation or checkpoint:
+                schedule.release()
+                watch.restart()
+            yield record
+    finally:
+        await cancel(schedule.tasks)
+
+
+def due(every: int, step: int, steps: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step` finished ones; the last step always counts."""
+    return every > 0 and (step % every == 0 or step == steps)
 
 
 def grade(batch: Batch, values: list[list[float | None]]) -> None:
@@ -128,9 +208,14 @@ async def together(calls: Iterable[Awaitable]) -> list:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
+
+
+async def cancel(tasks: list[asyncio.Future]) -> None:
+    """End tasks, if they have not ended, and wait until they have."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def evaluate(crew: Crew, every_set: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -146,14 +231,10 @@ async def evaluate(crew: Crew, every_set: bool) -> tuple[dict[str, float], dict[
 
 
 async def _evaluate_set(evaluator: Call, requests: list[Request], scorer: Call) -> tuple[dict[str, float], np.ndarray]:
-    rollouts, left = Rollouts(requests[0].n), len(requests)
+    rollouts = Rollouts(requests[0].n)
     rollouts.admit(requests)
     await scorer("admit", requests)
-    await evaluator("admit", requests)
-    while left:
-        segments = await evaluator("decode", EVALUATION_CHUNK)
-        left -= len(rollouts.add(segments))
-        await scorer("prefill", segments)
+    await generate(evaluator, partial(evaluator, "decode", EVALUATION_CHUNK), scorer, requests, rollouts)
     ids = [r.id for r in requests]
     rewards = np.array(await scorer("finish", ids), np.float64)  # None, a failed grader, becomes NaN
     graded = np.isfinite(rewards).any(1)  # a prompt without a single grade is left out
@@ -163,6 +244,16 @@ async def _evaluate_set(evaluator: Call, requests: list[Request], scorer: Call) 
     error = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))) if len(per_prompt) > 1 else 0.0
     metrics = {"reward": float(per_prompt.mean()), "se": error, "len_mean": float(rollouts.take(ids, 0).length.mean())}
     return metrics, rewards.astype(np.float32)
+
+
+async def generate(sampler: Call, decode: Callable[[], Awaitable[Segments]], scorer: Call, requests: list[Request], rollouts: Rollouts) -> None:
+    """Sample requests to their end, in rounds of `decode`; the scorer, which has admitted them, reads each round."""
+    await sampler("admit", requests)
+    left = len(requests)
+    while left:
+        segments = await decode()
+        left -= len(rollouts.add(segments))
+        await scorer("prefill", segments)
 
 
 def staleness_of(batch: Batch) -> np.ndarray:
@@ -225,11 +316,6 @@ def _times(crew: Crew, start: float, end: float) -> dict[str, float]:
         "time/idle_train": total * (1 - busy_fraction(crew.devices["learner"])),
         "perf/busy_frac": busy_fraction(list(everywhere)),
     }
-
-
-def due(every: int, step: int, steps: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) happens after `step` finished ones; the last step always counts."""
-    return every > 0 and (step % every == 0 or step == steps)
 
 
 def max_in_flight(experiment: Experiment) -> int:

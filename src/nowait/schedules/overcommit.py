@@ -78,8 +78,7 @@ def rise_probability(values: list[float]) -> float:
     mean, squares = sum(values) / n, sum(x * x for x in centred)
     slope = sum(x * y for x, y in zip(centred, values, strict=True)) / squares
     residual = sum((y - mean - slope * x) ** 2 for x, y in zip(centred, values, strict=True))
-    error = math.sqrt(residual / (n - 2) / squares)
-    return _student_upper_tail(math.atan2(slope, error * math.sqrt(n - 2)), n - 2)
+    return _student_upper_tail(math.atan2(slope, math.sqrt(residual / squares)), n - 2)
 
 
 def _student_upper_tail(angle: float, freedom: int) -> float:

@@ -8,7 +8,8 @@ what a frozen model has read of a carried request stays valid, the sampler prefi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from nowait.batch import Batch, Request, Rollouts, Segments, join, pad
 from nowait.config import Experiment
 from nowait.schedules.chunking import ChunkTuner
-from nowait.schedules.common import Call, Crew, StepRecord, Stopwatch, describe, due, evaluate, fit, grade, proximal, together
+from nowait.schedules.common import Call, Crew, Schedule, cancel, fit, grade, proximal, together, train
 from nowait.schedules.overcommit import OvercommitController
 
 
@@ -65,12 +66,9 @@ class _Reader:
             return self.rollouts.segments(ids) if ids else None
         if not self.waiting:
             return None
-        joined, self.waiting = join(self.waiting), []
-        if not ids:
-            return joined
-        first = np.isin(joined.sequence // self.rollouts.n, ids)
-        if not first.all():
-            self.waiting.append(_rows(joined, ~first))
+        joined = join(self.waiting)
+        first = np.isin(joined.sequence // self.rollouts.n, ids) | (not ids)
+        self.waiting = [] if first.all() else [_rows(joined, ~first)]
         return _rows(joined, first) if first.any() else None
 
 
@@ -82,21 +80,23 @@ def _rows(segments: Segments, chosen: np.ndarray) -> Segments:
     return Segments(segments.sequence[chosen], offset, segments.token[tokens], segments.logp_behav[tokens], segments.finish[chosen], segments.version)
 
 
-class _Run:
-    """State of the schedule, and one step of it."""
+class _Overlapped(Schedule):
+    """Requests that are unfinished after the last step are not trained on; its `overlap/carried` counts them."""
 
     def __init__(self, crew: Crew, experiment: Experiment) -> None:
-        self.crew, self.experiment, self.plan, overlap = crew, experiment, experiment.schedule, experiment.overlap
-        self.rollouts = Rollouts(self.plan.group_size)
+        super().__init__(crew, experiment)
+        overlap = experiment.overlap
         self.complete: list[int] = []  # not yet trained, in the order of completion
         self.admitted: dict[int, int] = {}  # request not yet trained -> step of its admission
         limits = (overlap.delta, overlap.delta_min, overlap.delta_max, overlap.window, overlap.rule) if overlap.inter else (0, 0, 0, 1, "fixed")
-        self.controller = OvercommitController(*limits)
+        self.controller = self.parts["controller"] = OvercommitController(*limits)
         self.tuner = ChunkTuner(overlap.chunk_candidates, overlap.chunk_period) if overlap.chunk_candidates else None
-        scorers = {"scorer": crew.scorer} | ({"reference": crew.reference} if crew.reference else {})
-        self.readers = {name: _Reader(call, self.rollouts, overlap.intra) for name, call in scorers.items()}
+        self.parts |= {"tuner": self.tuner} if self.tuner else {}
+        scorers = {"scorer": crew.scorer, "reference": crew.reference}
+        self.readers = {name: _Reader(call, self.rollouts, overlap.intra) for name, call in scorers.items() if call}
+
+    def start(self) -> None:
         self.tasks = [asyncio.create_task(reader.serve(), name=name) for name, reader in self.readers.items()]
-        self.loaded = -1  # version of the sampler's weights
 
     async def watched(self, work: Coroutine) -> Any:
         """Its result. A reader that fails meanwhile ends it at once and raises the reader's error."""
@@ -108,16 +108,12 @@ class _Run:
                     reader.result()
             return task.result()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+            await cancel([task])
 
     async def step(self, step: int) -> tuple[Batch, dict[str, float], dict[str, Any]]:
-        """Train once; returns batch, the learner's statistics and the metrics of this schedule."""
+        return await self.watched(self._step(step))
+
+    async def _step(self, step: int) -> tuple[Batch, dict[str, float], dict[str, Any]]:
         size, delta = self.plan.batch_size, self.controller.delta
         self.crew.slots = (size + delta) * self.plan.group_size  # occupancy is a share of what was let in
         chunk = self.tuner.choose(step) if self.tuner else self.experiment.sampler.chunk
@@ -131,7 +127,7 @@ class _Run:
         if self.tuner:
             self.tuner.record(chunk, clock() - start, sum(tokens for _, _, tokens in rounds))
         stats = await fit(self.crew, batch, logp_prox)
-        tail = _tail_fraction(rounds, (size + delta) * self.plan.group_size)
+        tail = _tail_fraction(rounds, self.crew.slots)
         if batch.keep.any():  # else there is no reward to go by
             self.controller.update(float(batch.reward[batch.keep].mean()), tail)
         metrics = {
@@ -143,11 +139,6 @@ class _Run:
             "overlap/tail_frac": tail,
         }
         return batch, stats, metrics
-
-    async def load_newest(self) -> None:
-        if (version := self.crew.weights.version) != self.loaded:
-            await self.crew.load(self.crew.samplers[0])
-            self.loaded = version
 
     async def refill(self, target: int, step: int) -> None:
         """Admit requests until `target` are held; if more are, since Δ has shrunk, they all stay."""
@@ -195,22 +186,18 @@ class _Run:
 
     async def barrier(self) -> None:
         """Load the newest weights, which voids the sampler's cache, and let the frozen models read all that there is."""
+        await self.watched(self._barrier())
+
+    async def _barrier(self) -> None:
         await together([self.load_newest(), *(reader.finish([]) for reader in self.readers.values())])
 
-    async def get_state(self, step: int, elapsed: float) -> dict[str, Any]:
-        """After a barrier: everything needed to go on."""
-        crew, workers = self.crew, {"sampler": self.crew.samplers[0], "learner": self.crew.learners[0], "scorer": self.crew.scorer}
-        workers |= {"reference": crew.reference} if crew.reference else {}
-        own = {"step": step, "elapsed": elapsed, "complete": list(self.complete), "admitted": [[*item] for item in self.admitted.items()]}
-        parts = {"rollouts": self.rollouts, "prompts": crew.prompts, "controller": self.controller} | ({"tuner": self.tuner} if self.tuner else {})
-        return own | {name: part.get_state() for name, part in parts.items()} | {name: await call("get_state") for name, call in workers.items()}
+    async def get_state(self) -> dict[str, Any]:
+        own = {"complete": list(self.complete), "admitted": [[*item] for item in self.admitted.items()]}
+        return await super().get_state() | own
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.complete, self.admitted, self.loaded = list(state["complete"]), dict(state["admitted"]), state["step"]
-        self.rollouts.set_state(state["rollouts"])
-        self.controller.set_state(state["controller"])
-        if self.tuner:
-            self.tuner.set_state(state["tuner"])
+        super().set_state(state)
+        self.complete, self.admitted = list(state["complete"]), dict(state["admitted"])
 
 
 def _reference_logp(batch: Batch, values: list[list[np.ndarray]]) -> np.ndarray:
@@ -227,33 +214,4 @@ def _tail_fraction(rounds: list[tuple[float, int, int]], slots: int) -> float:
     return sum(seconds for seconds, live, _ in rounds if live < slots / 2) / total if total else 0.0
 
 
-async def overlapped(crew: Crew, experiment: Experiment, state: dict | None = None) -> AsyncIterator[StepRecord]:
-    """One record per training step; `state` is that of a checkpoint's record, whose workers have been restored.
-
-    Requests that are unfinished after the last step are not trained on; its `overlap/carried` counts them.
-    """
-    plan, start = experiment.schedule, state["step"] if state else 0
-    crew.weights = await crew.learners[0]("publish")
-    run = _Run(crew, experiment)
-    try:
-        if state:
-            run.set_state(state)
-        elif plan.eval_every:
-            yield StepRecord(0, *await evaluate(crew, True))
-        watch = Stopwatch(state["elapsed"] if state else 0.0)
-        for step in range(start, plan.steps):
-            crew.timeline.step = step
-            batch, stats, metrics = await run.watched(run.step(step))
-            evaluation, checkpoint = (due(every, step + 1, plan.steps) for every in (plan.eval_every, plan.checkpoint_every))
-            if evaluation or checkpoint:
-                await run.watched(run.barrier())  # inside the step's time, since it is work of the training
-            record = StepRecord(step + 1, describe(crew, batch, stats, watch.lap(), watch.elapsed, run.rollouts.tokens) | metrics)
-            if evaluation:
-                more, record.rewards = await evaluate(crew, step + 1 == plan.steps)
-                record.metrics |= more
-            if checkpoint:
-                record.state = await run.get_state(step + 1, watch.elapsed)
-            yield record
-            watch.restart()
-    finally:
-        await run.stop()
+overlapped = partial(train, _Overlapped)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,25 +119,15 @@ def _check_columns(task: DataSet, path: str, columns: list[str]) -> None:
 
 
 ASK = "\nReason step by step, and give the final answer in \\boxed{}."
-MATH = "nowait.tasks.mathematics:by_"
-dataset: Callable[..., DataSet] = DataSet
-gsm8k = partial(
-    DataSet,
-    path="openai/gsm8k",
-    config="main",
-    eval_split="test",
-    prompt_template="{question}" + ASK,
-    reward_function="nowait.tasks.graders:gsm8k",
-)
+RULES, MATH = "nowait.tasks.graders:", "nowait.tasks.mathematics:by_"
+dataset = DataSet
+gsm8k = partial(DataSet, path="openai/gsm8k", config="main", eval_split="test", prompt_template="{question}" + ASK, reward_function=RULES + "gsm8k")
 dapo_math = partial(  # the original repeats its rows about a hundred times; this one has each once, `en` those in English
     DataSet, path="open-r1/DAPO-Math-17k-Processed", config="en", prompt_template="{prompt}" + ASK, reward_function=MATH + "solution"
 )
-math500 = partial(
-    DataSet, path="HuggingFaceH4/MATH-500", train_split="", eval_split="test", prompt_template="{problem}" + ASK, reward_function=MATH + "answer"
-)
-aime24 = partial(
-    DataSet, path="HuggingFaceH4/aime_2024", train_split="", eval_split="train", prompt_template="{problem}" + ASK, reward_function=MATH + "answer"
-)
+_mathematics = partial(DataSet, train_split="", prompt_template="{problem}" + ASK, reward_function=MATH + "answer")
+math500 = partial(_mathematics, path="HuggingFaceH4/MATH-500", eval_split="test")
+aime24 = partial(_mathematics, path="HuggingFaceH4/aime_2024", eval_split="train")
 stack_exchange = partial(  # prompts as in TRL's example on these data; a reward model scores
     DataSet, path="lvwerra/stack-exchange-paired", data_dir="data/rl", prompt_template="Question: {question}\n\nAnswer: ", chat=False
 )
@@ -147,5 +136,5 @@ opencoder = partial(  # of Stage 2 the part that has tests
     path="OpenCoder-LLM/opc-sft-stage2",
     config="educational_instruct",
     prompt_template="{instruction}\nWrite a Python function named `{entry_point}`, in one code block.",
-    reward_function="nowait.tasks.graders:program",
+    reward_function=RULES + "program",
 )

@@ -25,8 +25,6 @@ class Prompts:
         self._task, self._encode, self._seed, self._n = task, encode, seed, n
         self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
         self._size = task.size("train")
-        if self._size < 1:
-            raise ValueError("the task has no training rows")
         self._epoch, self._order = -1, np.empty(0, np.int64)
         self._position = 0
 

@@ -113,11 +113,7 @@ EXERCISES = {
         (([], 2.0), 1.0, "a device without a call is idle all the time"),
     ],
     "last_read": [
-        (
-            ([1.0, 1.0, 1.0], [0.5, 0.5, 0.5]),
-            3.5,
-            "a piece can be read once it is written and the one before it is read; only the last is left over",
-        ),
+        (([1.0, 1.0, 1.0], [0.5, 0.5, 0.5]), 3.5, "a piece can be read once it is written and the one before it is read: only the last is left"),
         (([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), 7.0, "where reading is slower than writing, the reader never waits after the first piece"),
         (([1.0, 3.0], [2.0, 1.0]), 5.0, "each read begins at the later of two moments: its piece is written, the read before it has ended"),
     ],

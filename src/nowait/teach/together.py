@@ -4,9 +4,9 @@ its tokens by its own staleness."""
 from __future__ import annotations
 
 import numpy as np
-import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from torch import tensor
 
 from nowait.analysis.drawing import styled
 from nowait.batch import pad
@@ -72,23 +72,11 @@ def anchors(oldest: int = 3, drift: float = 0.1, epsilon: float = 0.1, seed: int
 PICTURES = {"together_versions": versions, "together_anchors": anchors}
 EXERCISES = {
     "histogram": [
-        (
-            (torch.tensor([0, 0, 1, 2, 2]), 2),
-            [2, 1, 2],
-            "d of a token is the step that trains it minus the version that wrote it; count how often d is 0, 1, 2, ...",
-        ),
-        ((torch.tensor([3, 3]), 5), [0, 0, 2], "the counts begin at d = 0, also where no token has it"),
+        ((tensor([0, 0, 1, 2, 2]), 2), [2, 1, 2], "d is the step that trains a token minus the version that wrote it; count how often d is 0, 1, 2"),
+        ((tensor([3, 3]), 5), [0, 0, 2], "the counts begin at d = 0, also where no token has it"),
     ],
     "anchor": [
-        (
-            (torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.4, -0.4, -0.4]), torch.tensor([1, 3, 4]), 4),
-            [-0.6, -1.0, -1.0],
-            "d = 3, 1, 0: alpha is 1/3, 1, and 1 for the fresh token",
-        ),
-        (
-            (torch.tensor([-2.0, -1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), 2),
-            [-1.5, -1.5],
-            "alpha log pi_behav + (1 - alpha) log pi_theta, token by token, alpha = 1/2 at d = 2",
-        ),
+        ((tensor([-1.0] * 3), tensor([-0.4] * 3), tensor([1, 3, 4]), 4), [-0.6, -1.0, -1.0], "alpha at d = 3, 1 and 0 is 1/3, 1 and 1"),
+        ((tensor([-2.0, -1.0]), tensor([-1.0, -2.0]), tensor([0, 0]), 2), [-1.5, -1.5], "alpha behav + (1 - alpha) theta, with alpha = 1/2 at d = 2"),
     ],
 }

@@ -79,11 +79,7 @@ EXERCISES = {
         ((1.1, 1.0, 0.25), 1.25 / 1.1, "A-3PO's step takes max(s, u), recompute's max(s, u + f)"),
     ],
     "difference": [
-        (
-            ([0.7, 0.6, 0.8], [0.6, 0.6, 0.6]),
-            (0.1, 0.0577350),
-            "differences seed by seed, their mean, and their standard deviation (n - 1) over the root of n",
-        ),
+        (([0.7, 0.6, 0.8], [0.6, 0.6, 0.6]), (0.1, 0.0577350), "of the differences seed by seed: mean, and standard deviation (n - 1) over root n"),
         (([0.5, 0.9], [0.4, 0.8]), (0.1, 0.0), "seeds differ by 0.4, the paired differences do not differ at all: that is what pairing is for"),
     ],
 }

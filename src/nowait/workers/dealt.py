@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nowait.batch import RUNNING, Request, Segments, Weights, join
+from nowait.batch import Request, Segments, Weights, join
 from nowait.runtime.device import resolve
 
 
@@ -31,48 +31,34 @@ class DealtSampler:
         meet(rank, ranks, rendezvous, device)
         self._group = dist.new_group(backend="gloo")
         self._rank, self._held = rank, [0] * ranks  # sequences on every rank
-        self._mine: dict[int, int] = {}  # sequence on this rank: its request
         self._own = resolve(factory)(slots=slots // ranks, device=device, **options)
         self.model = self._own.model
 
     def admit(self, requests: list[Request]) -> None:
-        mine = []
         for request in requests:
             rank = int(np.argmin(self._held))
             self._held[rank] += request.n
             if rank == self._rank:
-                mine.append(request)
-        self._mine |= {sequence: request.id for request in mine for sequence in request.sequences}
-        self._own.admit(mine)
+                self._own.admit([request])
 
     def load(self, weights: Weights) -> int:
         return sum(self._gather(self._own.load(weights)))
 
     def decode(self, max_tokens: int) -> Segments:
         segments = self._own.decode(max_tokens)
-        for sequence in segments.sequence[segments.finish != RUNNING].tolist():
-            del self._mine[sequence]
-        rounds, held = zip(*self._gather((segments, len(self._mine))), strict=True)
-        self._held = list(held)
-        return join(list(rounds))
+        rounds, self._held = map(list, zip(*self._gather((segments, len(self._own))), strict=True))
+        return join(rounds)
 
     def drop(self, ids: list[int]) -> None:
         self._own.drop(ids)
-        self._mine = {sequence: request for sequence, request in self._mine.items() if request not in ids}
-        self._count()
+        self._held = self._gather(len(self._own))
 
     def get_state(self) -> dict:
-        own = {"sequences": np.array(list(self._mine.items()), np.int64).reshape(-1, 2), "sampler": self._own.get_state()}
-        return {f"rank {rank}": state for rank, state in enumerate(self._gather(own))}
+        return {f"rank {rank}": state for rank, state in enumerate(self._gather(self._own.get_state()))}
 
     def set_state(self, state: dict) -> None:
-        own = state[f"rank {self._rank}"]
-        self._mine = dict(own["sequences"].tolist())
-        self._count()
-        self._own.set_state(own["sampler"])
-
-    def _count(self) -> None:
-        self._held = self._gather(len(self._mine))
+        self._own.set_state(state[f"rank {self._rank}"])
+        self._held = self._gather(len(self._own))
 
     def _gather(self, own: object) -> list:
         """What every rank has, on all of them."""

@@ -5,12 +5,11 @@ Shape legend: S sequences of a batch, T longest response, W longest prompt and r
 
 from __future__ import annotations
 
-import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +80,12 @@ class HFLearner:
     def _read(self, batch: Batch, read: Callable[[Batch], Sequence[torch.Tensor]]) -> list[np.ndarray]:
         """What `read` finds in every micro-batch, a value per token [rows, T] or per sequence [rows], for the whole batch; 0 on padding."""
         found: list[np.ndarray] = []
-        for rows in self._micro_batches(batch, np.arange(len(batch))):
+        for rows, counts in self._passes(batch, np.arange(len(batch))):
             columns = read(part := batch.rows(rows))
             found = found or [np.zeros(batch.token.shape[: column.ndim], np.float32) for column in columns]
             for whole, column in zip(found, columns, strict=True):
-                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.cpu().numpy()
+                if counts:
+                    whole[(rows, slice(part.token.shape[1]))[: column.ndim]] = column.cpu().numpy()
         return found
 
     def update(self, batch: Batch, logp_prox: np.ndarray | None = None) -> dict[str, float]:
@@ -132,8 +132,10 @@ class HFLearner:
         denominator = int(step.batch.mask[rows].sum())
         self._optimizer.zero_grad(set_to_none=True)
         stats = []
-        for part in self._micro_batches(step.batch, rows[rank::ranks]):
-            loss, statistics = self._loss(*step.cut(part, self.model.device), denominator)
+        for share, counts in self._passes(step.batch, rows[rank::ranks]):
+            part, columns = step.cut(share, self.model.device)
+            with self._naming_step():
+                loss, statistics = self._loss(replace(part, keep=part.keep & counts), columns, denominator)
             loss.backward()
             stats.append(statistics)
         for parameter in self._parameters:
@@ -157,9 +159,9 @@ class HFLearner:
             self.kl_coef = adapted_kl_coef(self.kl_coef, step.divergence["kl"], target=a.kl_target, horizon=a.kl_horizon, responses=responses)
         sums = merge_stats(step.stats)
         stats = finish_stats(sums)
-        for name in ("entropy", *(f"prox_abs_error/{a}" for a in ("loglinear", "linear", "behave", "reuse"))):
-            if f"{name}_sum" in sums:
-                stats[name] = float(sums[f"{name}_sum"]) / stats["tokens"] if stats["tokens"] else float("nan")
+        for name, total in sums.items():
+            if name.startswith(("entropy", "prox_abs_error/")):
+                stats[name.removesuffix("_sum")] = float(total) / stats["tokens"] if stats["tokens"] else float("nan")
         if sums.get("fresh_tokens_sum", 0):
             stats["sampler_gap"] = float(sums["sampler_gap_sum"] / sums["fresh_tokens_sum"])
         return stats | step.divergence | {"grad_norm": float(np.mean(step.norms)), "lr": self._optimizer.param_groups[0]["lr"]}
@@ -194,13 +196,6 @@ class HFLearner:
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face checkpoint, adapters merged into their layers."""
         self.model.save_pretrained(folder, state_dict=self._tensors(self.model))
-
-    def digest(self) -> str:
-        """SHA-256 of the trained weights, to compare runs bit for bit."""
-        h = hashlib.sha256()
-        for parameter in self._parameters:
-            h.update(self._array(parameter).tobytes())
-        return h.hexdigest()
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """All weights of a trained module, as a file is to have them."""
@@ -247,14 +242,17 @@ class HFLearner:
         """Rows in groups of similar length whose padded size stays within the token budget (one row at least)."""
         return [rows[g] for g in length_groups(batch.prompt_length[rows] + batch.length[rows], self.config.micro_batch_tokens)]
 
+    def _passes(self, batch: Batch, rows: np.ndarray) -> list[tuple[np.ndarray, bool]]:
+        """The forward passes over some rows: micro-batches, and whether each counts."""
+        return [(part, True) for part in self._micro_batches(batch, rows)]
+
     def _loss(self, part: Batch, columns: dict[str, torch.Tensor], denominator: int) -> tuple[torch.Tensor, dict]:
         return self._policy_loss(part, columns, self._states(self.model, part), denominator)
 
     def _policy_loss(self, part: Batch, columns: dict, states: torch.Tensor, denominator: int) -> tuple[torch.Tensor, dict]:
         mask, behav, version = (on(states.device, x) for x in (part.mask, part.logp_behav, part.version))
         theta, entropy = self._logp(part, states)
-        with self._naming_step():
-            loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
+        loss, stats = self._objective(theta, columns.get("logp_prox"), behav, columns["advantages"], mask, denominator, version)
         if not self._step.norms:  # before the first optimiser step, what the sampler says of fresh tokens must be what the learner finds
             fresh = mask & (version == self.version)
             stats |= {"sampler_gap_sum": (theta.detach() - behav).abs().where(fresh, 0).double().sum(), "fresh_tokens_sum": fresh.double().sum()}

@@ -50,15 +50,26 @@ def optional(module: str, extra: str, purpose: str) -> ModuleType:
         raise ValueError(f"{purpose} needs {module}, which is missing: pip install -e '.[{extra}]' -c constraints.txt") from error
 
 
-def load_policy(path: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> PreTrainedModel:
-    """A causal LM from a hub name, a folder, `asset:<name>` or `gguf:<file>`, dropout off (eval mode).
+def load_model(kind: type, key: str, path: str, dtype: str) -> PreTrainedModel:
+    """A model by one of transformers' Auto classes, dropout off (eval mode); `path` is the value of the setting `key`.
 
-    Raises ValueError when the model cannot be loaded, or does more to its logits than one linear head, which the chunked log-probs assume.
+    Raises ValueError when it cannot be loaded, or lacks weights, which would be random.
+    """
+    logging.disable_progress_bar()
+    with loading(key, path):
+        model, found = kind.from_pretrained(model_folder(path), dtype=getattr(torch, dtype), output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{key}: {path!r} lacks {len(missing)} trained weights, first {missing[0]}: take a complete checkpoint")
+    return model.eval()
+
+
+def load_policy(path: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> PreTrainedModel:
+    """A causal LM from a hub name, a folder, `asset:<name>` or `gguf:<file>`.
+
+    Raises ValueError as `load_model`, and for a model that does more to its logits than one linear head, which the chunked log-probs assume.
     """
     torch.set_num_threads(threads)
-    logging.disable_progress_bar()
-    with loading("model.path", path):
-        model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=getattr(torch, dtype)).eval()
+    model = load_model(AutoModelForCausalLM, "model.path", path, dtype)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         if not torch.equal(model(input_ids=ids).logits, model.get_output_embeddings()(hidden_states(model, ids))):

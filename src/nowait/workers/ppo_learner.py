@@ -26,7 +26,7 @@ from nowait.algorithms.losses import value_loss
 from nowait.batch import LENGTH, Batch
 from nowait.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from nowait.workers.learner import HFLearner
-from nowait.workers.models import checkpoint_layers, loading, model_folder, on
+from nowait.workers.models import checkpoint_layers, load_model, on
 
 
 class PPOLearner(HFLearner):
@@ -113,9 +113,8 @@ class PPOLearner(HFLearner):
         states, a = self._states(self.model, part), self.algorithm
         loss, stats = self._policy_loss(part, columns, states, denominator)
         values, _ = self._values(part, states if self._backbone is self.model else self._states(self._backbone, part))
-        with self._naming_step():
-            mask = on(values.device, part.mask)
-            error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
+        mask = on(values.device, part.mask)
+        error, more = value_loss(values, columns["values"], columns["returns"], mask, clip=a.value_clip, denominator=denominator)
         return loss + a.value_coef * error, stats | more
 
     def _values(self, batch: Batch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,10 +132,7 @@ def load_backbone(path: str, vocabulary: int) -> PreTrainedModel:
 
     Raises ValueError when it cannot be loaded whole, or embeds fewer than `vocabulary` token ids.
     """
-    with loading("critic.path", path):
-        model, found = AutoModel.from_pretrained(model_folder(path), dtype=torch.float32, output_loading_info=True)
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"critic.path: {path!r} lacks {len(missing)} weights of its backbone, first {missing[0]}: name a complete checkpoint")
+    model = load_model(AutoModel, "critic.path", path, "float32")
     if (size := model.get_input_embeddings().num_embeddings) < vocabulary:
         raise ValueError(f"critic.path: {path!r} embeds {size} token ids, the policy {vocabulary}: take a critic with the policy's tokenizer")
-    return model.eval()
+    return model

