@@ -188,6 +188,8 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
             bar.set_postfix(reward=record.metrics.get("rollout/reward_mean"), refresh=False)
             bar.update(record.step - bar.n)
+        with _disk(path / "timeline.jsonl") as file:
+            timeline.append_to(file, written)  # what came after the last record
         ok = True
     finally:
         bar.close()
