@@ -84,6 +84,7 @@ def test_module_and_command_are_the_same():
     [
         (["train", "a3po/setup1", "--set", "learner.lrr=1"], "learner.lrr: unknown key"),
         (["train", "a3po/setup1", "--method", "ppo"], "unknown method 'ppo'"),
+        (["train", "a3po/setup1", "--method", "loglin"], "did you mean loglinear? choose one of sync, "),
         (["train", "a3po/setup1", "--variant", "trl"], "variants: 'trl' is not one of this file's variants; choose from: areal"),
         (["runs", "show", "x"], "there are none"),
         (["bench", "schedule"], "no bench 'schedule'; choose one of async, overlap, sampler, proximal"),
@@ -209,7 +210,18 @@ def test_a_run_is_found_by_folder_path_name_or_hash_and_never_guessed(capsys):
     err = capsys.readouterr().err
     assert "2 runs begin with 'a3po/setup1'" in err and a.path.name in err and b.path.name in err
     assert main(["runs", "show", "recompute"]) == 1
-    assert "no run 'recompute':\n" in (err := capsys.readouterr().err) and a.path.name in err
+    assert "no run 'recompute'; near it:\n" in (err := capsys.readouterr().err) and "see `nowait runs list`" in err
+    changed = record(load("a3po/setup1", overrides=["learner.lr=3e-5"]))
+    for text, found in (("loglinear-seed1", a), (changed.path.name, changed)):  # the one with unchanged settings, unless another is meant
+        assert main(["runs", "show", text]) == 0
+        assert str(found.path) in capsys.readouterr().out
+
+
+def test_training_a_finished_run_says_that_nothing_was_trained(monkeypatch, capsys):
+    for ended, said in ((0.0, True), (4e9, False)):
+        monkeypatch.setattr(runs, "run", lambda experiment, seed, *_, ended=ended, **options: record(experiment, seed, ended=ended))
+        assert main(["train", "a3po/setup1"]) == 0
+        assert ("found finished: nothing was trained" in capsys.readouterr().err) == said
 
 
 def test_list_shows_steps_and_the_last_held_out_reward_oldest_first(capsys):
@@ -364,7 +376,7 @@ def test_doctor_shows_every_extra_and_that_none_of_them_has_to_be_there(monkeypa
     found = {check.name: check for check in doctor.checks() if check.name.startswith("extra")}
     assert {name: check.text for name, check in found.items()} == {
         "extra one": "installed",
-        "extra two": "no none-such, none.such: pip install 'nowait-rl[two]'",
+        "extra two": "optional; no none-such, none.such: pip install 'nowait-rl[two]'",
     }
     assert not any(check.remedy for check in found.values())
 

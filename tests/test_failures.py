@@ -337,6 +337,13 @@ def test_sigterm_is_taken_for_ctrl_c(monkeypatch, capsys):
     assert "interrupted; what was recorded stays" in capsys.readouterr().err
 
 
+def test_ctrl_c_leaves_a_run_noted_as_interrupted(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "steps", fail(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment(tiny, "sync"), tmp_path / "run")
+    assert RunResult(tmp_path / "run").status == "interrupted"
+
+
 def test_an_interrupted_notebook_leaves_no_traceback_of_its_client(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", False)
     monkeypatch.setattr(papermill, "inspect_notebook", lambda path: {})

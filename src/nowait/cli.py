@@ -23,7 +23,7 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended
 OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 app = typer.Typer(help="Rerun, tweak and teach A-3PO and OPPO. `nowait COMMAND --help` explains a command; --debug shows tracebacks.", **OPTIONS)
-runs_app = typer.Typer(help="List, show and compare runs. RUN: a folder, or the beginning of just one run's path, name or hash.", **OPTIONS)
+runs_app = typer.Typer(help="List, show and compare runs. RUN: a folder, or the beginning of a run's path, name or hash.", **OPTIONS)
 assets_app = typer.Typer(help="Build or verify the shipped checkpoints.", **OPTIONS)
 app.add_typer(runs_app, name="runs")
 app.add_typer(assets_app, name="assets")
@@ -95,8 +95,11 @@ def train(
     from nowait import description, runs
     from nowait.config import load
 
-    experiment = load(config, scale, setting, method, variant)
-    _print_aligned(description.describe(runs.run(experiment, seed, out, use_wandb=not no_wandb, progress=True)))
+    experiment, start = load(config, scale, setting, method, variant), time.time()
+    result = runs.run(experiment, seed, out, use_wandb=not no_wandb, progress=True)
+    if result.manifest["ended"] < start:
+        print("found finished: nothing was trained", file=sys.stderr)
+    _print_aligned(description.describe(result))
 
 
 @app.command()
@@ -226,17 +229,22 @@ def _begin_with(text: str) -> list[RunResult]:
 
 
 def _find(text: str) -> RunResult:
-    """The run in folder `text`, else the only one whose path under runs/, name or hash begins with it."""
+    """The run in folder `text`, else that whose path under runs/, name or hash begins with it; of several, the one with unchanged settings."""
+    from difflib import get_close_matches
+
     from nowait import description, runs
 
     if (Path(text) / "manifest.json").is_file():
         return runs.RunResult(Path(text))
     found = _begin_with(text)
-    if len(found) == 1:
-        return found[0]
-    names = "\n  ".join(description.name(r) for r in found or runs.listing())
-    what = f"{len(found)} runs begin with {text!r}; give more of the name" if found else f"no run {text!r}"
-    raise ValueError(f"{what}:\n  {names}" if names else f"{what}: there are none in {runs.root()}; `nowait train` makes one")
+    for chosen in (found, [r for r in found if not description.changes(r)]):
+        if len(chosen) == 1:
+            return chosen[0]
+    names = [description.name(r) for r in found or runs.listing()]
+    if not names:
+        raise ValueError(f"no run {text!r}: there are none in {runs.root()}; `nowait train` makes one")
+    near = "\n  ".join(names if found else get_close_matches(text, names, 5, 0.3) or ["see `nowait runs list`"])
+    raise ValueError(f"{len(found)} runs begin with {text!r}; give more of the name:\n  {near}" if found else f"no run {text!r}; near it:\n  {near}")
 
 
 @app.command()
@@ -288,6 +296,7 @@ def simulate(
     if as_json:
         return print(json.dumps(found, allow_nan=False))
     names = next(iter(found.values()))
+    print("simulated, per training step: seconds of each kind of call; busy: share of the time that a device works; staleness in training steps")
     _print_aligned([("", *found), *((name, *(f"{row[name]:.3g}" for row in found.values())) for name in names)])
 
 
@@ -301,7 +310,11 @@ def plan(
     """What a run at the paper's scale will take, before anything starts: minutes, device-hours, memory and disk, as simulated."""
     from nowait import simulate
 
-    for name, value in simulate.plan(config, method, _assuming(hardware, setting)).items():
+    overrides = _assuming(hardware, setting)
+    experiment, assumed = simulate.load(config, method or simulate.methods(config)[-1], overrides)
+    devices = ", ".join(f"{name} = {count} ({', '.join(experiment.runtime.placement[name])})" for name, count in assumed.devices.items())
+    print(f"{config}, method {experiment.method}, {experiment.schedule.steps} steps on {assumed.hardware}: {devices}; memory of each device")
+    for name, value in simulate.plan(config, method, overrides).items():
         print(f"{name}: {value / 1e9:.3g} GB" if name.startswith(("memory", "disk")) else f"{name}: {value:.4g}")
 
 

@@ -241,7 +241,8 @@ def _resolve(document: dict[str, Any], file: Path, scale: str | None, overrides:
     layers.data["scale"] = scale
     if method is not None:
         if method not in METHODS:
-            raise ConfigError([Problem("method", f"unknown method {method!r}", f"choose one of {', '.join(METHODS)}")], file)
+            near = "".join(f"did you mean {name}? " for name in get_close_matches(method, METHODS, 1))
+            raise ConfigError([Problem("method", f"unknown method {method!r}", f"{near}choose one of {', '.join(METHODS)}")], file)
         for key, value in {**METHODS[method], "method": method}.items():
             layers.set(key, value, f"method {method}")
     for key, value in parse_overrides(overrides, file):

@@ -66,7 +66,7 @@ def describe(result: RunResult) -> list[list[str]]:
         ["what", f"{manifest['name']} at scale {manifest['scale']}, method {manifest['method']}, seed {manifest['seed']}"],
         ["title", manifest["config"]["title"]],
         ["status", f"{result.status}, {steps} steps{seconds}", *([manifest["error"]] if "error" in manifest else [])],
-        ["held out", f"reward {reward}"],
+        ["held out", f"reward {reward}" + (", by the task's rule" if manifest["config"]["reward"]["path"] else "")],
         ["code", f"commit {manifest['commit']}, digest {manifest['code']}{_changed(manifest)}"],
         ["versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())],
         ["repeat", repeat(result)],

@@ -69,7 +69,7 @@ def _extras() -> Iterator[Check]:
                 extras.setdefault(found[2], []).append(found[1])
     for extra, names in extras.items():
         missing = [name for name in names if not any(metadata.distributions(name=name))]
-        how = f"no {', '.join(missing)}: pip install '{DISTRIBUTION}[{extra}]'"
+        how = f"optional; no {', '.join(missing)}: pip install '{DISTRIBUTION}[{extra}]'"
         yield Check(f"extra {extra}", how if missing else "installed")
 
 

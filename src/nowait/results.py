@@ -36,7 +36,7 @@ class RunResult:
 
     @property
     def status(self) -> str:
-        """finished, failed, running, or killed: noted as running and held by no process."""
+        """finished, failed, interrupted, running, or killed: noted as running and held by no process."""
         noted = self.manifest["status"] if (self.path / "manifest.json").exists() else "empty"
         return "killed" if noted == "running" and not _held(self.path) else noted
 

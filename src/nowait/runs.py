@@ -186,7 +186,8 @@ def _train(path: Path, experiment: Experiment, seed: int, state: dict | None, us
                 _make_durable(path)  # a checkpoint must not outlive the records of its steps
                 checkpoint.save(path / "checkpoint", record.step, record.state | {"run": manifest["hash"]})
                 checkpoint.prune(path / "checkpoint", CHECKPOINTS_KEPT)
-            bar.set_postfix(reward=record.metrics.get("rollout/reward_mean"), refresh=False)
+            if (reward := record.metrics.get("rollout/reward_mean")) is not None:
+                bar.set_postfix(reward=reward, refresh=False)
             bar.update(record.step - bar.n)
         with _disk(path / "timeline.jsonl") as file:
             timeline.append_to(file, written)  # what came after the last record
@@ -209,10 +210,12 @@ def _inert(experiment: Experiment, metrics: dict) -> bool:
 
 def _fail(path: Path, experiment: Experiment, error: BaseException, done: int) -> None:
     """Note the failure in the manifest and raise it as one message."""
-    cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}{_users_line(error)}"
+    stopped = isinstance(error, KeyboardInterrupt)
+    cause = "interrupted" if stopped else f"{type(error).__name__}: {error}{_users_line(error)}"
+    note = {"status": "interrupted"} if stopped else {"status": "failed", "error": cause}
     with suppress(Exception):
-        write(path / "manifest.json", RunResult(path).manifest | {"status": "failed", "error": cause, "ended": time.time()})
-    if isinstance(error, KeyboardInterrupt):
+        write(path / "manifest.json", RunResult(path).manifest | note | {"ended": time.time()})
+    if stopped:
         raise error
     advice = f"{done} of {experiment.schedule.steps} steps are recorded in {path} and stay"
     with suppress(RuntimeError):  # no checkpoint can be read, as the cause says

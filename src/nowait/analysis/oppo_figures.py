@@ -164,7 +164,7 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
     facts = published.load("oppo")["figures"]["chunk_size"]
     curve(left, [facts["best"]], [facts["best_seconds_per_step"]], "both", linestyle="")
     for size in facts["slower"]:
-        left.annotate("slower,\nby how much is\nnot known", (size, facts["best_seconds_per_step"]), ha="center", va="bottom", fontsize=9)
+        left.annotate("slower,\nhow much\nis not\nknown", (size, facts["best_seconds_per_step"]), ha="center", va="bottom", fontsize=9)
     left.set(xlim=(50, 6000), ylim=(0, 260), title="published")
     for method, own in frame.groupby("method"):
         seconds = own.groupby("chunk")["seconds_per_step"].agg(["mean", "sem"])
@@ -180,12 +180,14 @@ def chunk_size(frame: pd.DataFrame) -> Figure:
 def deferrals(frame: pd.DataFrame, title: str | None = None) -> Figure:
     """Share of the trained requests by the number of updates that they were carried over; columns as of `deferral_shares`."""
     figure, ((ax,),) = panels(1, 1, 9, 3.6)
-    methods = frame[frame["share"] >= 5e-4].groupby("method", sort=False)
+    frame = frame[frame["share"] >= 5e-4]
+    methods = frame.groupby("method", sort=False)
     width = 0.8 / len(methods)
     for i, (method, part) in enumerate(methods):
-        bars = ax.bar(part["deferrals"] + (i - (len(methods) - 1) / 2) * width, 100 * part["share"], width)
+        colour = look(("both", "both_paper")[i % 2])[1]  # Δ as it is, and near the paper's
+        bars = ax.bar(part["deferrals"] + (i - (len(methods) - 1) / 2) * width, 100 * part["share"], width, color=colour)
         bars.set_label(f"{method}, mean Δ/B = {part['delta_over_b'].iloc[0]:.2f}")
-        ax.bar_label(bars, [f"{100 * share:.3g}" for share in part["share"]], fontsize=8)
+        ax.bar_label(bars, [f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}" for share in part["share"]], fontsize=8)
     ax.set(xlabel="updates that a request was carried over", ylabel="% of trained requests", ylim=(0, 112))
     ax.set_xticks(range(frame["deferrals"].max() + 1))
     ax.set_title(title or f"measured, {note(frame)}; published: most never, nearly all others once")

@@ -168,6 +168,7 @@ def overcommitment(frame: pd.DataFrame) -> Figure:
         own = frame[frame["method"] == method]
         curve(ax, own["step"], own["overlap/delta"], method, markevery=max(1, len(own) // 10))
     ax.set(xlabel="training step", ylabel="Δ, requests beyond the batch", title="simulated, assumed hardware and reward curve")
+    ax.locator_params(axis="y", integer=True)
     return finish(figure)
 
 
