@@ -424,7 +424,15 @@ def test_a_simulated_figure_is_saved_like_a_measured_one_and_names_what_was_assu
 
 def test_verdicts_are_those_of_the_report_and_none_at_scale_smoke():
     frame = pd.DataFrame({"setup": "setup1", "scale": "cpu", "method": ["loglinear"], "difference": [0.02], "difference_se": [0.001]})
-    text = study.verdicts({"a3po_final_eval_reward": frame})
-    assert text.data.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and text.data.count("\n") == 0
+    frame = frame.assign(learned="yes", rise=0.2, rise_se=0.01)
+    margin, rise = study.verdicts({"a3po_final_eval_reward": frame}).data.split("\n")
+    assert margin.startswith("- **fail**, setup1: final eval reward within 0.01 of recompute") and rise.startswith("- **pass**, setup1: ours")
     smoke = study.verdicts({"a3po_final_eval_reward": frame.assign(scale="smoke")})
     assert smoke.data.startswith("- **not judged**") and "numbers mean nothing" in smoke.data
+
+
+def test_a_run_too_short_to_be_judged_says_why_and_figures_that_are_not_there_say_nothing():
+    rows = [("setup1", "cpu", method, 1, step, 0.1) for method in ("sync", "recompute") for step in (1, 2)]
+    clipped = pd.DataFrame(rows, columns=["setup", "scale", "method", "seed", "step", "train/clip_frac"])
+    text = study.verdicts({"a3po_clipped_tokens": clipped}).data
+    assert text.startswith("- **not run**, setup1: clipped tokens") and text.endswith("of the run.") and "\n" not in text, text
