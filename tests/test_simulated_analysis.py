@@ -153,7 +153,7 @@ def test_simulate_writes_a_trace_of_every_method(tmp_path, capsys):
 
 
 def test_a_plan_multiplies_steps_by_seconds_and_devices(capsys):
-    found = simulate.plan("a3po/setup2", "loglinear")
+    found = simulate.plan(*simulate.load("a3po/setup2", "loglinear"))
     seconds, _ = simulate.seconds_per_step(*simulate.load("a3po/setup2", "loglinear"))
     assert found["minutes"] == pytest.approx(seconds * 1100 / 60) and found["device_hours"] == pytest.approx(8 * found["minutes"] / 60)
     assert found["memory_b"] == pytest.approx(8.19e9 * 16 / 4) and found["disk"] == pytest.approx(8.19e9 * 2)

@@ -310,11 +310,10 @@ def plan(
     """What a run at the paper's scale will take, before anything starts: minutes, device-hours, memory and disk, as simulated."""
     from nowait import simulate
 
-    overrides = _assuming(hardware, setting)
-    experiment, assumed = simulate.load(config, method or simulate.methods(config)[-1], overrides)
+    experiment, assumed = simulate.load(config, method or simulate.methods(config)[-1], _assuming(hardware, setting))
     devices = ", ".join(f"{name} = {count} ({', '.join(experiment.runtime.placement[name])})" for name, count in assumed.devices.items())
     print(f"{config}, method {experiment.method}, {experiment.schedule.steps} steps on {assumed.hardware}: {devices}; memory of each device")
-    for name, value in simulate.plan(config, method, overrides).items():
+    for name, value in simulate.plan(experiment, assumed).items():
         print(f"{name}: {value / 1e9:.3g} GB" if name.startswith(("memory", "disk")) else f"{name}: {value:.4g}")
 
 

@@ -298,13 +298,12 @@ def compare(config: str, overrides: Iterable[str] = (), steps: int = 40, traces:
     return found
 
 
-def plan(config: str, method: str | None = None, overrides: Iterable[str] = ()) -> dict[str, float]:
-    """What a run of a method (default: the paper's own) will take: minutes, device-hours, bytes of memory of each device (weights, gradients and
+def plan(experiment: Experiment, assumed: Assumptions) -> dict[str, float]:
+    """What a run of a setup (of `load`) will take: minutes, device-hours, bytes of memory of each device (weights, gradients and
     optimiser; keys and values) and of disk.
 
     Raises DoesNotFit where the memory does not suffice.
     """
-    experiment, assumed = load(config, method or methods(config)[-1], overrides)
     seconds, _ = seconds_per_step(experiment, assumed)  # which places every model
     total, devices = seconds * experiment.schedule.steps, sum(assumed.devices.values())
     found = {"minutes": total / 60, "device_hours": total * devices / 3600}
